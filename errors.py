@@ -1,0 +1,47 @@
+"""The error types of the project.
+
+Every error a user can cause is a `DflashError`; its message says what is wrong, where, what was expected and
+found, and what to do next. The command line prints it as one line and exits with code 1.
+"""
+
+from __future__ import annotations
+
+
+class DflashError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class ConfigError(DflashError, ValueError):
+    """An option, recipe or configuration value is not valid."""
+
+
+class CacheMissing(DflashError, FileNotFoundError):
+    """There is no cache, or a file of it is gone."""
+
+
+class CacheIncomplete(CacheMissing):
+    """The cache has a plan but no manifest: its extraction has not finished."""
+
+
+class CacheCorrupt(DflashError, ValueError):
+    """A file of the cache is not what the manifest says."""
+
+
+class CacheMismatch(ConfigError):
+    """An output exists that was made from other inputs."""
+
+
+class CorpusError(DflashError, ValueError):
+    """A corpus file cannot be read as rows."""
+
+
+class TargetError(DflashError, ValueError):
+    """The target model cannot be loaded or is not understood."""
+
+
+class CheckpointError(DflashError, ValueError):
+    """A drafter or training checkpoint cannot be loaded."""
+
+
+class TrainingError(DflashError, RuntimeError):
+    """Training cannot go on."""

@@ -1,0 +1,1 @@
+"""Room of `dflash_pipeline`."""

@@ -1,0 +1,113 @@
+"""Shared fixtures: the tiny random target T of the tests, and small corpora."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import random
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+T_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+
+
+def training_text() -> list[str]:
+    """Text that every Python installation carries: sources of a few standard modules."""
+    return [inspect.getsource(module) for module in (argparse, textwrap, random, inspect)]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer of exactly 1,000 tokens with a ChatML template and no generation marker."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(), trainer)
+    assert tokenizer.get_vocab_size() == 1000
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = CHATML
+    directory = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(directory)
+    return directory
+
+
+def save_tiny_target(directory: Path, tokenizer_dir: Path, **changes: object) -> Path:
+    """Save T, the tiny random Qwen3 (8 layers, hidden 64, 4 heads of 32, 2 KV heads, 1,024 embedding rows)."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    settings = {**T_SIZES, "vocab_size": 1024, "tie_word_embeddings": False, **changes}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.3, 3.0)  # far from 1: a reader that forgets the weight is found out
+            elif parameter.ndim == 2:
+                parameter.normal_(0, 0.08)
+    model.generation_config.pad_token_id = 2
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
+    """The folder of T in float32."""
+    return save_tiny_target(tmp_path_factory.mktemp("target"), tiny_tokenizer_dir)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def chat_rows(count: int, seed: int = 0, max_reply_words: int = 40) -> list[dict[str, object]]:
+    """Chat rows of random words, all different."""
+    source = random.Random(seed)
+    words = sorted({word for text in training_text() for word in text.split() if word.isalpha()})
+    return [
+        {
+            "id": f"row-{seed}-{index}",
+            "messages": [
+                {"role": "user", "content": " ".join(source.choices(words, k=source.randint(3, 12)))},
+                {"role": "assistant", "content": " ".join(source.choices(words, k=source.randint(6, max_reply_words)))},
+            ],
+        }
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def chat_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty-seven chat rows as JSON lines."""
+    return write_jsonl(tmp_path_factory.mktemp("corpus") / "chat.jsonl", chat_rows(37))
