@@ -1,1 +1,1 @@
-"""Room of `dflash_pipeline`."""
+"""Judging a drafter: offline tau, per-slot accuracy, free baselines; and exporting it for serving."""

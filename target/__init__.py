@@ -1,1 +1,21 @@
-"""Room of `dflash_pipeline`."""
+"""The frozen language model whose states are cached: loading, finding its parts, self-test, capture."""
+
+from __future__ import annotations
+
+from .capture import Capture, capture
+from .describe import TargetConfig, TargetDescription, describe_target
+from .layers import check_layer_ids, default_layer_ids, parse_layer_ids
+from .loading import Target, load_target
+
+__all__ = [
+    "Capture",
+    "Target",
+    "TargetConfig",
+    "TargetDescription",
+    "capture",
+    "check_layer_ids",
+    "default_layer_ids",
+    "describe_target",
+    "load_target",
+    "parse_layer_ids",
+]

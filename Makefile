@@ -1,0 +1,34 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: each makes .venv and installs into it.
+# PYTHON: the interpreter the environment is made with. TORCH: which torch to install, such as torch==2.13.0.
+PYTHON ?= python3
+TORCH ?= torch>=2.9
+VENV := .venv
+BIN := $(VENV)/bin
+TYPECHECK := .typecheck
+
+.PHONY: demo test lint install clean
+
+demo: install
+	$(BIN)/dflash demo --out demo
+
+test: install lint
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p $(TYPECHECK) && ln -sfn .. $(TYPECHECK)/dflash_pipeline
+	MYPYPATH=$(TYPECHECK) $(BIN)/mypy -p dflash_pipeline
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@echo "Making $(VENV) with $(PYTHON) and installing the package and its tools (a few minutes, mostly torch)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(TYPECHECK) demo build *.egg-info

@@ -1,0 +1,205 @@
+"""The `dflash` command: every subcommand parses its options, builds one configuration and calls one function."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .errors import DflashError
+
+EXISTING = click.Path(exists=True, path_type=Path)
+ANY_PATH = click.Path(path_type=Path)
+
+
+class OneLineErrors(click.Group):
+    """Prints a `DflashError` as one line and exits with 1; with --debug the traceback stays."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except DflashError as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            click.echo(f"dflash: {' '.join(str(error).split())}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("dflash: interrupted; the same command resumes", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dflash")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:  # noqa: ARG001 - read from the context by OneLineErrors
+    """Train DFlash speculative-decoding drafters from cached hidden states of a frozen target.
+
+    corpus --extract--> cache --train--> drafter --evaluate--> tau, and export for vLLM, SGLang and z-lab's code.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def say(line: str) -> None:
+    """Print a line for people: to stderr, so that stdout stays for results."""
+    click.echo(line, err=True)
+
+
+def finish(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Print a result: one JSON object, or lines for people."""
+    if as_json:
+        click.echo(json.dumps(result, allow_nan=False))
+    elif render:
+        render(result)
+    else:
+        click.echo("\n".join(f"{key}: {value}" for key, value in result.items()))
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
+@main.command()
+@click.option("--corpus", "corpus", type=EXISTING, multiple=True, required=True, help="JSONL file; may be repeated.")
+@click.option("--target", required=True, help="Folder or name of a Hugging Face causal LM.")
+@click.option("--out", type=ANY_PATH, required=True, help="Folder of the cache.")
+@click.option("--layers", default="auto", show_default=True, help="Target layer ids, such as 1,16,31,46,61.")
+@click.option("--max-length", type=click.IntRange(min=2), help="Cut rows at this many tokens.  [default: the target's]")
+@click.option("--codec", default="lossless", show_default=True, help="How states are stored.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the target.  [default: the checkpoint's]")
+@click.option("--attention", default="sdpa", show_default=True, help="Attention implementation of the target.")
+@click.option("--batch-tokens", type=click.IntRange(min=1), help="Token budget of a batch, padding included.")
+@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Most likely next tokens kept per position.")
+@click.option("--keep-final", is_flag=True, help="Also store the last layer's state.")
+@click.option("--limit", "limit_rows", type=click.IntRange(min=1), help="Stop after this many rows.")
+@click.option("--limit-tokens", type=click.IntRange(min=1), help="Stop after this many tokens.")
+@click.option("--strict", is_flag=True, help="Refuse a corpus with unusable rows instead of skipping them.")
+@click.option("--dry-run", is_flag=True, help="Print the estimated size and stop.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the target's folder brings.")
+@json_option
+def extract(as_json: bool, **options: Any) -> None:
+    """Run the target once over a corpus and cache the states of five of its layers."""
+    from .extract.config import ExtractConfig
+    from .extract.progress import RichProgress
+    from .extract.run import run_extract
+
+    given = {key: value for key, value in options.items() if value is not None}
+    finish(run_extract(ExtractConfig(**given), RichProgress()), as_json)
+
+
+@main.command()
+@click.option("--cache", type=EXISTING, help="A finished cache.")
+@click.option("--out", type=ANY_PATH, help="Folder of the run; an interrupted run is resumed.")
+@click.option("--recipe", default="default", show_default=True, help="Name of a recipe, or a TOML file.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe.")
+@click.option("--steps", type=click.IntRange(min=1), help="Length of the whole schedule.")
+@click.option("--print-config", is_flag=True, help="Print the configuration, resolved where --cache is given, and stop.")
+@click.option("--num-workers", type=click.IntRange(min=0), default=1, show_default=True, help="Threads that read ahead.")
+@click.option("--device", default="auto", show_default=True)
+@json_option
+def train(
+    cache: Path | None,
+    out: Path | None,
+    recipe: str,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    print_config: bool,
+    num_workers: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Train a drafter from a cache. The target is not loaded."""
+    from .train.recipes import load_recipe
+
+    loaded = load_recipe(recipe, [*overrides, *([f"steps={steps}"] if steps else [])])
+    if print_config:
+        from .train.facts import printed_config
+
+        click.echo(json.dumps(printed_config(loaded, cache, device), indent=2))
+        return
+    if cache is None or out is None:
+        raise click.UsageError("--cache and --out are needed")
+    from .train.loop import TrainOptions, run_train
+
+    options = TrainOptions(cache=cache, out=out, recipe=loaded, num_workers=num_workers, device=device)
+    finish(run_train(options, say), as_json)
+
+
+@main.command()
+@click.option("--drafter", type=EXISTING, required=True, help="A run, or a drafter in z-lab's layout.")
+@click.option("--cache", type=EXISTING, required=True, help="The cache to walk.")
+@click.option("--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]")
+@click.option("--baseline-cache", type=EXISTING, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
+@click.option("--device", default="auto", show_default=True)
+@json_option
+def evaluate(
+    drafter: Path, cache: Path, split: str | None, baseline_cache: Path | None, device: str, as_json: bool
+) -> None:
+    """Measure tau: tokens per verification that the drafter would earn."""
+    from .evaluate.offline import EvaluateConfig, run_evaluate
+    from .evaluate.render import render_evaluation
+
+    config = EvaluateConfig(drafter=drafter, cache=cache, split=split, baseline_cache=baseline_cache, device=device)
+    finish(run_evaluate(config, say), as_json, render_evaluation)
+
+
+@main.command()
+@click.option("--run", type=EXISTING, required=True, help="A run, a checkpoint of it, or a drafter.")
+@click.option("--out", type=ANY_PATH, required=True, help="Folder to write.")
+@json_option
+def export(run: Path, out: Path, as_json: bool) -> None:
+    """Write a drafter's weights alone, as vLLM, SGLang and z-lab's code load them."""
+    from .evaluate.export import ExportConfig, run_export
+
+    finish(run_export(ExportConfig(run=run, out=out)), as_json)
+
+
+@main.group()
+def cache() -> None:
+    """Look at a cache, and check it."""
+
+
+@cache.command()
+@click.argument("path", type=EXISTING, metavar="CACHE")
+@json_option
+def info(path: Path, as_json: bool) -> None:
+    """Show what a cache holds."""
+    from .store.integrity import describe
+
+    finish(describe(path), as_json)
+
+
+@cache.command()
+@click.argument("path", type=EXISTING, metavar="CACHE")
+@json_option
+def verify(path: Path, as_json: bool) -> None:
+    """Check every file of a cache against its recorded digest."""
+    from .store.integrity import verify as verify_cache
+
+    result = verify_cache(path)
+    finish(result, as_json)
+    if not result["ok"]:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--out", type=ANY_PATH, default=Path("demo"), show_default=True, help="Folder for everything it makes.")
+@json_option
+def demo(out: Path, as_json: bool) -> None:
+    """Run the whole path on the embedded tiny target: extract, train, evaluate, export, in a few minutes."""
+    from .examples.demo import run_demo
+
+    finish(run_demo(out, say), as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Offline tau: a drafter walked over the rows of a cache as decoding would walk it, without the target."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..drafter.checkpoint import LoadedDrafter, load_drafter
+from ..drafter.config import DrafterConfig
+from ..drafter.draft import SlotCounts
+from ..drafter.walk import RowWalk, acceptance_rates, macro_tau, micro_tau
+from ..errors import CheckpointError, ConfigError
+from ..store import CacheReader, Row, open_cache
+from ..store.splits import SPLITS, split_rows
+from .baselines import Baselines, TokenRow, ngram_baselines, read_token_rows
+from .bootstrap import micro_tau_interval
+from .locate import locate_drafter
+from .measure import FrozenHead, measure_pack
+
+ON_POLICY_BAR = 0.97
+PACK_TOKENS = 8192
+REPORT_SECONDS = 10.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """One offline evaluation.
+
+    Attributes:
+        drafter: a drafter's folder in z-lab's layout, a checkpoint's, or a run's.
+        cache: the rows and states to evaluate on.
+        split: heldout, train or all; None is heldout where the drafter was trained on this cache, else all.
+        baseline_cache: where the free n-gram's training rows are; None: the evaluated cache.
+        device: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        ConfigError: the split is unknown.
+    """
+
+    drafter: Path
+    cache: Path
+    split: str | None = None
+    baseline_cache: Path | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.split is not None and self.split not in SPLITS:
+            raise ConfigError(f"split {self.split!r}: expected one of {', '.join(SPLITS)}")
+
+
+def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
+    """Evaluate a drafter on the rows of a cache.
+
+    Args:
+        config: see `EvaluateConfig`.
+        say: takes lines for people: progress and notices.
+
+    Returns:
+        The JSON object of `dflash evaluate --json`: rows, verifications, tokens, tau {micro, macro, ci95},
+        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, baselines, and what was evaluated.
+
+    Raises:
+        CheckpointError, CacheMissing, CacheCorrupt: the drafter or the cache cannot be read.
+        ConfigError: they do not fit each other, or the split has no rows.
+    """
+    started = time.perf_counter()
+    device = choose_device(config.device)
+    directory = locate_drafter(config.drafter)
+    drafter = load_drafter(directory)
+    cache = open_cache(config.cache)
+    check_match(drafter.config, cache)
+    split, rows = choose_rows(config.split, drafter, cache)
+    say(f"{directory}: {len(rows):,} rows ({split}) of {config.cache}")
+    figures = _measure(drafter, cache, rows, device, say)
+    baselines = _baselines(config, drafter, cache, figures.rows)
+    return {
+        "drafter": str(directory),
+        "cache": str(config.cache),
+        "cache_fingerprint": cache.fingerprint,
+        "drafter_cache_fingerprint": drafter.extra.get("cache_fingerprint"),
+        "split": split,
+        "block_size": drafter.config.block_size,
+        **figures.summary(drafter.config.block_size),
+        "baselines": baselines.taus,
+        "baselines_note": baselines.note,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device: `auto` is the GPU where there is one. ConfigError where it cannot be used."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def check_match(drafter: DrafterConfig, cache: CacheReader) -> None:
+    """Refuse a cache that is not of the drafter's target or lacks states that it reads.
+
+    Raises:
+        ConfigError: a size differs, or a context layer is not in the cache.
+    """
+    target = cache.target_config()
+    num_layers = (target.get("text_config") or target).get("num_hidden_layers")
+    for what, ours, theirs in (
+        ("hidden size", drafter.hidden_size, cache.hidden_size),
+        ("vocabulary", drafter.vocab_size, cache.vocab_size),
+        ("number of target layers", drafter.num_target_layers, num_layers or drafter.num_target_layers),
+    ):
+        if ours != theirs:
+            raise ConfigError(f"{cache.path}: {what} {theirs}, the drafter's is {ours}: they are of different targets")
+    missing = [layer for layer in drafter.context_layer_ids if layer not in cache.layer_ids]
+    if missing:
+        layers = ",".join(str(layer) for layer in sorted({*cache.layer_ids, *missing}))
+        raise ConfigError(
+            f"{cache.path}: the drafter reads layers {list(drafter.context_layer_ids)}, the cache holds "
+            f"{list(cache.layer_ids)}; extract one with --layers {layers}"
+        )
+
+
+def choose_rows(split: str | None, drafter: LoadedDrafter, cache: CacheReader) -> tuple[str, NDArray[np.int64]]:
+    """Return the split's name and the indices of its rows that have an anchor.
+
+    Raises:
+        ConfigError: the split has no such rows, or the drafter does not say what was held out from it.
+        CheckpointError: what the drafter records of its run is not a share.
+    """
+    own = drafter.extra.get("cache_identity") == cache.identity
+    split = split or ("heldout" if own else "all")
+    share = drafter.extra.get("heldout_share")
+    if split != "all" and share is None:
+        raise ConfigError(f"split {split}: this drafter does not say which share of rows was held out; use --split all")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1):
+        raise CheckpointError(f"config.json: heldout_share must be a number from 0 to below 1, found {share!r}")
+    rows = split_rows(cache.prompt_hash, share or 0.0, split)
+    rows = rows[cache.num_anchors[rows] > 0]
+    if len(rows) == 0:
+        held = f" (held-out share {share:g})" if share is not None and split != "all" else ""
+        remedy = "extract rows whose replies have two tokens or more" if split == "all" else "try --split all"
+        raise ConfigError(f"{cache.path}: no row to evaluate in split {split}{held}; {remedy}")
+    return split, rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Figures:
+    """What all packs together yield."""
+
+    rows: list[TokenRow]
+    walks: list[RowWalk]
+    slots: SlotCounts
+    on_policy: int
+    supervised: int
+
+    def summary(self, block_size: int) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        tokens = np.array([walk.tokens for walk in self.walks])
+        verifications = np.array([walk.verifications for walk in self.walks])
+        share = self.on_policy / self.supervised
+        return {
+            "rows": len(self.walks),
+            "verifications": int(verifications.sum()),
+            "tokens": int(tokens.sum()),
+            "tau": {
+                "micro": micro_tau(self.walks),
+                "macro": macro_tau(self.walks),
+                "ci95": list(micro_tau_interval(tokens, verifications)),
+            },
+            "per_slot_accuracy": [None if math.isnan(value) else value for value in self.slots.accuracy],
+            "acceptance_rate": acceptance_rates(self.walks, block_size),
+            "on_policy_share": share,
+            "estimate": share < ON_POLICY_BAR,
+        }
+
+
+def _measure(
+    drafter: LoadedDrafter, cache: CacheReader, rows: NDArray[np.int64], device: torch.device, say: Say
+) -> _Figures:
+    model = drafter.model.to(device)
+    head = FrozenHead.of(cache.head(), model.fc.weight)
+    zeros = torch.zeros(drafter.config.block_size - 1, dtype=torch.int64)
+    token_rows: list[TokenRow] = []
+    walks: list[RowWalk] = []
+    slots, on_policy, supervised = SlotCounts(zeros, zeros), 0, 0
+    started = spoke = time.perf_counter()
+    for indices, pack in _packs(cache, rows, drafter.config.context_layer_ids):
+        found = measure_pack(model, head, pack)
+        walks += found.walks
+        slots, on_policy, supervised = slots + found.slots, on_policy + found.on_policy, supervised + found.supervised
+        for index, row in zip(indices, pack, strict=True):
+            token_rows.append(TokenRow.of(row, int(cache.prompt_hash[index])))
+        if time.perf_counter() - spoke > REPORT_SECONDS:
+            spoke = time.perf_counter()
+            say(_progress_line(len(walks), len(rows), spoke - started))
+    return _Figures(token_rows, walks, slots, on_policy, supervised)
+
+
+def _packs(
+    cache: CacheReader, rows: NDArray[np.int64], layer_ids: tuple[int, ...]
+) -> Iterator[tuple[list[int], list[Row]]]:
+    """Yield row indices and rows, shard by shard, at most PACK_TOKENS tokens at once (or one longer row)."""
+    pack: list[int] = []
+    for index in [*rows.tolist(), None]:
+        full = pack and (
+            index is None
+            or cache.row_shard[index] != cache.row_shard[pack[0]]
+            or cache.num_tokens[[*pack, index]].sum() > PACK_TOKENS
+        )
+        if full:
+            yield pack, cache.read_shard(int(cache.row_shard[pack[0]]), layer_ids=layer_ids, rows=pack)
+            pack = []
+        if index is not None:
+            pack.append(index)
+
+
+def _baselines(config: EvaluateConfig, drafter: LoadedDrafter, cache: CacheReader, rows: list[TokenRow]) -> Baselines:
+    """Fit on the training rows of the baseline cache; of a cache that the drafter never saw, on all of its rows."""
+    source = open_cache(config.baseline_cache) if config.baseline_cache else cache
+    if source.manifest.identity.tokenizer_hash != cache.manifest.identity.tokenizer_hash:
+        raise ConfigError(f"{source.path}: its tokenizer is not that of {cache.path}; no n-gram of it can draft here")
+    own = drafter.extra.get("cache_identity") == source.identity
+    fit = split_rows(source.prompt_hash, drafter.extra.get("heldout_share") or 0.0, "train" if own else "all")
+    block_size = drafter.config.block_size
+    return ngram_baselines(read_token_rows(source, fit), rows, vocab_size=cache.vocab_size, block_size=block_size)
+
+
+def _progress_line(done: int, total: int, elapsed: float) -> str:
+    left = int((total - done) * elapsed / done)
+    return f"{done:,}/{total:,} rows  {done / elapsed:.1f} rows/s  {left // 60}:{left % 60:02d} left"

@@ -1,0 +1,64 @@
+"""Writing that survives a crash: beside, fsync, rename, fsync of the parent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from .layout import TEMP_PREFIX
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that, whatever happens, the path holds the old content or the new, never a part."""
+    temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def make_temporary_dir(parent: Path, name: str) -> Path:
+    """Make a folder beside its final place, with the permissions of any other folder (not mkdtemp's 0700)."""
+    directory = parent / f"{TEMP_PREFIX}{name}-{secrets.token_hex(4)}"
+    directory.mkdir()
+    return directory
+
+
+def commit_dir(temporary: Path, final: Path) -> None:
+    """Flush every file of a folder, then rename it into place. The final place must be free."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)  # some libraries write 0600: another user must be able to read a cache
+        fsync_path(path)
+    fsync_path(temporary)
+    temporary.rename(final)
+    fsync_path(final.parent)
+
+
+def remove_stale(*parents: Path) -> None:
+    """Remove what a killed writer left beside its final places. Call it with the lock held."""
+    for parent in parents:
+        for path in parent.glob(f"{TEMP_PREFIX}*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -1,0 +1,85 @@
+"""Names, paths and limits of cache format 1. Pure: nothing here touches the disk but `file_size`.
+
+    CACHE/plan.json  manifest.json  stats.safetensors  target/...  shards/NNNNN/...
+
+Every path that comes out of a file of the cache goes through `safe_join`, so that a hostile manifest cannot name
+anything outside its own folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CacheCorrupt
+
+IntArray = NDArray[np.int64]
+
+FORMAT_VERSION = 1
+PLAN = "plan.json"
+MANIFEST = "manifest.json"
+STATS = "stats.safetensors"
+TARGET = "target"
+HEAD = "head.safetensors"
+SHARDS = "shards"
+RECORD = "record.json"
+LOCK = ".lock"
+TEMP_PREFIX = ".tmp-"
+
+DTYPES = ("bfloat16", "float32")
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+# Limits of the format: a file that declares more is refused before anything of that size is allocated.
+MAX_HIDDEN = 2**18
+MAX_VOCAB = 2**26
+MAX_LAYERS = 2**12
+MAX_ROW_TOKENS = 2**31 - 1
+MAX_TOP_K = 2**10
+MAX_JSON_BYTES = 2**31
+
+
+def shard_name(shard: int) -> str:
+    """Return the folder name of a shard: five digits, more when they are needed."""
+    return f"{shard:05d}"
+
+
+def shard_dir(cache: Path, shard: int) -> Path:
+    """Return the folder of a shard."""
+    return cache / SHARDS / shard_name(shard)
+
+
+def states_name(layer_id: int) -> str:
+    """Return the array name of one layer's states inside a shard."""
+    return f"states/{layer_id}"
+
+
+def chunk_file(array: str, ndim: int) -> str:
+    """Return the one data file of an array, relative to its shard: every array is a single zarr shard."""
+    return f"{array}/c/" + "/".join("0" * ndim)
+
+
+def safe_join(root: Path, relative: str) -> Path:
+    """Join a path read from a file to its root.
+
+    Raises:
+        CacheCorrupt: the path is absolute, empty, or climbs out of the root.
+    """
+    parts = relative.split("/")
+    if (
+        not relative
+        or PurePosixPath(relative).is_absolute()
+        or any(part in ("", ".", "..") for part in parts)
+        or any(character in relative for character in "\\\0:")
+    ):
+        raise CacheCorrupt(f"{root}: the cache names the file {relative!r}, which is not a plain path inside it")
+    return root.joinpath(*parts)
+
+
+def file_size(path: Path) -> int | None:
+    """Return the size of a regular file in bytes, or None where there is none."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None

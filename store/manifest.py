@@ -1,0 +1,210 @@
+"""The manifest: identity, shard table and totals. Written last, on completion only; it seals the cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CacheCorrupt, CacheIncomplete, CacheMissing
+from .durable import write_atomic
+from .identity import Identity, parse_identity
+from .jsonfile import read_sealed, seal
+from .layout import FORMAT_VERSION, ITEM_BYTES, MANIFEST, MAX_HIDDEN, MAX_VOCAB, PLAN, STATS, shard_dir
+from .plan import Plan, check_format, read_plan
+from .record import (
+    FileRecord,
+    LayerStats,
+    ShardRecord,
+    file_fields,
+    fingerprint,
+    merge_stats,
+    parse_files,
+    parse_layers,
+    parse_record,
+)
+
+FIELDS = (
+    "format", "digest", "identity", "identity_digest", "fingerprint", "hidden_size", "vocab_size", "rows", "tokens",
+    "state_bytes", "raw_state_bytes", "skipped", "dropped", "layers", "files", "shards", "versions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of manifest.json.
+
+    Attributes:
+        identity, identity_digest: what went in.
+        fingerprint: what came out: the hash of the identity and of every shard's file digests.
+        hidden_size, vocab_size: width of a state, rows of the output head.
+        num_rows, num_tokens: stored, dropped rows apart.
+        state_bytes, raw_state_bytes: the captured layers' states as stored, and as they would be uncompressed.
+        skipped, dropped: rows that never became rows, and rows of the plan that were not stored, by reason.
+        layers: statistics per layer over all shards.
+        files: records of the files outside the shards.
+        shards: the records of all shards, in order.
+        versions: packages that wrote it. In no hash.
+    """
+
+    identity: Identity
+    identity_digest: str
+    fingerprint: str
+    hidden_size: int
+    vocab_size: int
+    num_rows: int
+    num_tokens: int
+    state_bytes: int
+    raw_state_bytes: int
+    skipped: dict[str, int]
+    dropped: dict[str, int]
+    layers: dict[int, LayerStats]
+    files: dict[str, FileRecord]
+    shards: tuple[ShardRecord, ...]
+    versions: dict[str, str]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all recorded files."""
+        return sum(file.num_bytes for file in self.files.values()) + sum(record.num_bytes for record in self.shards)
+
+    def fields(self) -> dict[str, Any]:
+        """Return everything as plain JSON values."""
+        return {
+            "format": FORMAT_VERSION,
+            "identity": self.identity.fields(),
+            "identity_digest": self.identity_digest,
+            "fingerprint": self.fingerprint,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "rows": self.num_rows,
+            "tokens": self.num_tokens,
+            "state_bytes": self.state_bytes,
+            "raw_state_bytes": self.raw_state_bytes,
+            "skipped": dict(self.skipped),
+            "dropped": dict(self.dropped),
+            "layers": {str(layer): vars(stats) for layer, stats in self.layers.items()},
+            "files": file_fields(self.files),
+            "shards": [record.fields() for record in self.shards],
+            "versions": dict(self.versions),
+        }
+
+
+def build_manifest(
+    plan: Plan, shards: tuple[ShardRecord, ...], files: dict[str, FileRecord], versions: Mapping[str, str]
+) -> Manifest:
+    """Derive the manifest from the plan and the records of all its shards."""
+    identity = plan.identity
+    num_tokens = sum(record.num_tokens for record in shards)
+    dropped: Counter[str] = Counter()
+    for record in shards:
+        dropped.update({reason: len(ids) for reason, ids in record.dropped.items()})
+    return Manifest(
+        identity=identity,
+        identity_digest=identity.digest,
+        fingerprint=fingerprint(identity.digest, shards),
+        hidden_size=plan.hidden_size,
+        vocab_size=plan.vocab_size,
+        num_rows=sum(record.num_rows for record in shards),
+        num_tokens=num_tokens,
+        state_bytes=sum(record.state_bytes for record in shards),
+        raw_state_bytes=num_tokens * plan.hidden_size * len(identity.layer_ids) * ITEM_BYTES[identity.dtype],
+        skipped=dict(plan.skipped),
+        dropped=dict(dropped),
+        layers={layer: merge_stats([record.layers[layer] for record in shards]) for layer in identity.layer_ids},
+        files=files,
+        shards=shards,
+        versions=dict(versions),
+    )
+
+
+def write_manifest(cache: Path, manifest: Manifest) -> None:
+    """Write CACHE/manifest.json atomically."""
+    write_atomic(cache / MANIFEST, seal(manifest.fields()))
+
+
+def read_manifest(cache: Path) -> Manifest:
+    """Read and check CACHE/manifest.json: its own digest, every type and bound, every path, and that it agrees with
+    itself.
+
+    Raises:
+        CacheMissing: there is no cache.
+        CacheIncomplete: there is a plan, but its extraction has not finished.
+        CacheCorrupt: the manifest is damaged or does not agree with itself.
+        ConfigError: it is of another version of the format.
+    """
+    path = cache / MANIFEST
+    if not path.exists():
+        raise _incomplete(cache)
+    source = read_sealed(path)
+    check_format(source.get("format"), path)
+    source.only(*FIELDS)
+    identity = parse_identity(source.child("identity"))
+    versions = source.child("versions")
+    manifest = Manifest(
+        identity=identity,
+        identity_digest=source.hexadecimal("identity_digest"),
+        fingerprint=source.hexadecimal("fingerprint"),
+        hidden_size=source.integer("hidden_size", 1, MAX_HIDDEN),
+        vocab_size=source.integer("vocab_size", 1, MAX_VOCAB),
+        num_rows=source.integer("rows"),
+        num_tokens=source.integer("tokens"),
+        state_bytes=source.integer("state_bytes"),
+        raw_state_bytes=source.integer("raw_state_bytes"),
+        skipped=source.counts("skipped"),
+        dropped=source.counts("dropped"),
+        layers=parse_layers(source.child("layers"), identity.layer_ids),
+        files=parse_files(source.child("files")),
+        shards=tuple(parse_record(entry, identity.layer_ids) for entry in source.objects("shards")),
+        versions={name: versions.text(name) for name in versions.values},
+    )
+    return manifest
+
+
+def check_manifest(cache: Path, manifest: Manifest, plan: Plan) -> None:
+    """Check that a manifest is the one that follows from its plan and its own shard table.
+
+    Raises:
+        CacheCorrupt: it is not, naming the field.
+    """
+    path = cache / MANIFEST
+    for index, record in enumerate(manifest.shards):
+        if record.shard != index:
+            raise CacheCorrupt(f"{path}: shards[{index}]: expected shard {index}, found {record.shard}")
+    if manifest.num_shards != plan.num_shards:
+        raise CacheCorrupt(f"{path}: {manifest.num_shards} shards, {PLAN} says {plan.num_shards}")
+    for name in (PLAN, STATS):
+        if name not in manifest.files:
+            raise CacheCorrupt(f"{path}: files: expected a record of {name}, found none")
+    expected = build_manifest(plan, manifest.shards, manifest.files, manifest.versions).fields()
+    for key, value in manifest.fields().items():
+        if value != expected[key]:
+            raise CacheCorrupt(
+                f"{path}: {key}: {str(value)[:60]} does not follow from {PLAN} and the shard table "
+                f"(expected {str(expected[key])[:60]}); the cache is damaged, extract it again"
+            )
+
+
+def count_committed(cache: Path, plan: Plan) -> int:
+    """Count the shards of a plan that are in their final place."""
+    return sum(shard_dir(cache, shard).is_dir() for shard in range(plan.num_shards))
+
+
+def _incomplete(cache: Path) -> CacheMissing:
+    if not cache.is_dir():
+        return CacheMissing(f"{cache}: no cache here (no such folder); `dflash extract --out {cache}` makes one")
+    try:
+        plan = read_plan(cache)
+    except (CacheMissing, CacheCorrupt) as error:
+        return CacheMissing(str(error))
+    return CacheIncomplete(
+        f"{cache}: the extraction has not finished: {count_committed(cache, plan)} of {plan.num_shards} shards are "
+        "there; run the same `dflash extract` again and it goes on from them"
+    )

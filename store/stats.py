@@ -1,0 +1,115 @@
+"""Statistics of stored states, per layer and per channel.
+
+Sums run over the token axis in float64, row after row, so they do not depend on threads or on the width of the
+machine's vectors: equal states give equal bytes. Values that are not finite are counted and left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import CacheCorrupt, CacheMissing
+from .layout import STATS, file_size
+from .record import LayerStats
+
+FloatArray = NDArray[np.float64]
+BLOCK_TOKENS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelSums:
+    """[H] float64 sums and sums of squares of one layer's finite values."""
+
+    total: FloatArray
+    squares: FloatArray
+
+
+def measure(states: Tensor) -> tuple[LayerStats, ChannelSums]:
+    """Measure one layer's states.
+
+    Args:
+        states: [N, H] bfloat16 or float32, any values.
+    """
+    hidden = states.shape[1]
+    total, squares = np.zeros(hidden), np.zeros(hidden)
+    zeros = nans = infs = 0
+    for start in range(0, states.shape[0], BLOCK_TOKENS):
+        block = states[start : start + BLOCK_TOKENS].float().numpy()
+        zeros += block.size - int(np.count_nonzero(block))
+        finite = np.isfinite(block)
+        if not finite.all():
+            nans += int(np.count_nonzero(np.isnan(block)))
+            infs += int(np.count_nonzero(np.isinf(block)))
+            block = np.where(finite, block, np.float32(0))
+        total += block.sum(axis=0, dtype=np.float64)
+        squares += np.square(block, dtype=np.float64).sum(axis=0)
+    count = states.numel()
+    finite_count = count - nans - infs
+    stats = LayerStats(
+        values=count,
+        zeros=zeros,
+        nans=nans,
+        infs=infs,
+        mean=math.fsum(total) / finite_count if finite_count else 0.0,
+        rms=math.sqrt(math.fsum(squares) / finite_count) if finite_count else 0.0,
+    )
+    return stats, ChannelSums(total, squares)
+
+
+def sums_bytes(sums: dict[int, ChannelSums]) -> bytes:
+    """Return the bytes of stats.safetensors: `<layer>.sum` and `<layer>.sum_squares`, [H] float64."""
+    from safetensors.numpy import save
+
+    tensors = {}
+    for layer, part in sums.items():
+        tensors[f"{layer}.sum"] = part.total
+        tensors[f"{layer}.sum_squares"] = part.squares
+    return bytes(save(tensors))
+
+
+def read_sums(directory: Path, layer_ids: tuple[int, ...], hidden_size: int) -> dict[int, ChannelSums]:
+    """Read stats.safetensors of a folder.
+
+    Raises:
+        CacheMissing: there is none.
+        CacheCorrupt: it is damaged, or not of these layers and this width.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = directory / STATS
+    if file_size(path) is None:
+        raise CacheMissing(f"{path}: missing; the cache is damaged, extract it again")
+    try:
+        tensors = load_file(str(path))
+        sums = {layer: ChannelSums(tensors[f"{layer}.sum"], tensors[f"{layer}.sum_squares"]) for layer in layer_ids}
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise CacheCorrupt(f"{path}: not the statistics of layers {list(layer_ids)} ({error})") from error
+    for part in sums.values():
+        for values in (part.total, part.squares):
+            if values.shape != (hidden_size,) or values.dtype != np.float64:
+                raise CacheCorrupt(f"{path}: expected [{hidden_size}] float64, found {values.shape} {values.dtype}")
+    return sums
+
+
+def add_sums(parts: list[dict[int, ChannelSums]]) -> dict[int, ChannelSums]:
+    """Add the sums of shards, in their order."""
+    return {
+        layer: ChannelSums(
+            np.sum([part[layer].total for part in parts], axis=0),
+            np.sum([part[layer].squares for part in parts], axis=0),
+        )
+        for layer in parts[0]
+    }
+
+
+def channel_rms(sums: ChannelSums, num_tokens: int) -> Tensor:
+    """Return the root mean square of each channel, [H] float32."""
+    return torch.from_numpy(np.sqrt(sums.squares / max(num_tokens, 1)).astype(np.float32))

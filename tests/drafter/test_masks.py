@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from dflash_pipeline.drafter.layout import PackLayout
+from dflash_pipeline.drafter.masks import dense_mask, mask_mod, segment_tiles
+from torch import Tensor
+
+LayoutOf = Callable[..., PackLayout]
+CPU = torch.device("cpu")
+CASES = [(seed, block, window) for seed, block in ((0, 2), (1, 3), (2, 8), (3, 4)) for window in (None, 1, 3, 9)]
+
+
+def by_definition(layout: PackLayout, block_size: int, window: int | None) -> Tensor:
+    """The definition in words, one pair at a time."""
+    offsets = layout.row_offsets.tolist()
+    token_row = [row for row in range(layout.num_rows) for _ in range(offsets[row], offsets[row + 1])]
+    num_tokens, num_slots = len(token_row), layout.num_anchors * block_size
+    mask = torch.zeros(num_slots, num_tokens + num_slots, dtype=torch.bool)
+    anchors, rows = layout.anchors.tolist(), layout.rows.tolist()
+    for block, (anchor, row) in enumerate(zip(anchors, rows, strict=True)):
+        for slot in range(block_size):
+            query = block * block_size + slot
+            position = anchor + slot
+            for key in range(num_tokens):
+                near = window is None or position - key < window
+                mask[query, key] = token_row[key] == row and key < anchor and near
+            for other in range(block_size):
+                seen = window is None or 0 <= slot - other < window
+                mask[query, num_tokens + block * block_size + other] = seen
+    return mask
+
+
+@pytest.mark.parametrize(("seed", "block_size", "window"), CASES)
+def test_dense_mask_is_the_definition(seed: int, block_size: int, window: int | None, layout_of: LayoutOf) -> None:
+    layout = layout_of(seed, max_length=14)
+    assert torch.equal(dense_mask(layout, block_size, window), by_definition(layout, block_size, window))
+
+
+@pytest.mark.parametrize(("seed", "block_size", "window"), CASES)
+def test_flex_mask_equals_the_dense_mask_position_by_position(
+    seed: int, block_size: int, window: int | None, layout_of: LayoutOf
+) -> None:
+    layout = layout_of(seed)
+    dense = dense_mask(layout, block_size, window)
+    sees = mask_mod(layout, block_size, window, CPU)
+    zero = torch.zeros((), dtype=torch.int64)
+    query, key = torch.arange(dense.shape[0])[:, None], torch.arange(dense.shape[1])
+    assert torch.equal(sees(zero, zero, query, key), dense)
+    for index in torch.randint(dense.numel(), (50,), generator=torch.Generator().manual_seed(seed)):
+        q, k = index // dense.shape[1], index % dense.shape[1]
+        assert bool(sees(zero, zero, q, k)) == bool(dense[q, k])
+
+
+@pytest.mark.parametrize("window", [None, 3, 200])
+def test_flex_block_mask_covers_exactly_the_dense_mask(window: int | None) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    layout = PackLayout(torch.tensor([0, 300, 301, 520]), torch.tensor([0, 7, 299, 300, 301, 400, 519]))
+    dense = dense_mask(layout, 16, window)
+    made = create_block_mask(mask_mod(layout, 16, window, CPU), None, None, *dense.shape, device="cpu")
+    blocks = made.to_dense()[0, 0].bool()
+    for row in range(blocks.shape[0]):
+        for column in range(blocks.shape[1]):
+            part = dense[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
+            assert bool(blocks[row, column]) == bool(part.any())
+
+
+@pytest.mark.parametrize(("seed", "block_size", "window"), CASES)
+def test_tiles_rebuild_the_dense_mask(seed: int, block_size: int, window: int | None, layout_of: LayoutOf) -> None:
+    layout = layout_of(seed, max_length=40)
+    dense = dense_mask(layout, block_size, window)
+    rebuilt = torch.zeros_like(dense)
+    next_anchor = 0
+    for tile in segment_tiles(layout, block_size, window, 3, CPU, torch.float32):
+        assert tile.first == next_anchor
+        next_anchor = tile.last
+        queries = torch.arange(tile.first * block_size, tile.last * block_size)
+        start = int(layout.row_offsets[tile.row])
+        keys = torch.cat([torch.arange(start + tile.key_first, start + tile.key_last), queries + layout.num_tokens])
+        bias = torch.zeros(3 * len(queries), len(keys)) if tile.mask is None else tile.mask
+        first, *others = bias.split(len(queries))
+        assert all(torch.equal(first, other) for other in others)
+        rebuilt[queries[:, None], keys] = first == 0
+    assert next_anchor == layout.num_anchors
+    assert torch.equal(rebuilt, dense)

@@ -1,0 +1,168 @@
+"""Recipes: parents, overrides, refusals, and that each sets what its name says and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.errors import ConfigError
+from dflash_pipeline.train.config import CacheFacts, Recipe, default_lr, resolve
+from dflash_pipeline.train.mask_token import TokenizerFacts
+from dflash_pipeline.train.recipes import load_recipe, recipe_names
+
+TOKENIZER = TokenizerFacts(size=1000, special={}, mask=None, used=frozenset(), template="")
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+}
+
+
+def facts(**changes: object) -> CacheFacts:
+    values = {
+        "identity": "i",
+        "fingerprint": "f",
+        "layer_ids": (1, 2, 3, 4, 5),
+        "hidden_size": 64,
+        "vocab_size": 1024,
+        "has_final": False,
+        "dtype": "float32",
+        "num_train_tokens": 100_000,
+        "target_config": CONFIG,
+        "tokenizer": TOKENIZER,
+    }
+    return CacheFacts(**{**values, **changes})
+
+
+def changed(name: str, parent: str) -> dict[str, object]:
+    ours, theirs = asdict(load_recipe(name)), asdict(load_recipe(parent))
+    return {key: value for key, value in ours.items() if value != theirs[key]}
+
+
+def test_the_six_recipes_are_there() -> None:
+    assert recipe_names() == ["bug-noisy-labels", "bug-shortcut", "bug-soft-kl", "default", "four-plus-one", "zlab"]
+
+
+def test_default_is_the_recipe_of_the_code() -> None:
+    assert load_recipe("default") == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("name", "parent", "keys"),
+    [
+        ("zlab", "default", {"block_size": 16, "gamma": 7.0}),
+        ("four-plus-one", "default", {"context_layers": "all-but-label", "label_source": "layer:last"}),
+        ("bug-shortcut", "four-plus-one", {"context_layers": "all", "allow_shortcut": True}),
+        ("bug-soft-kl", "four-plus-one", {"kl_weight": 0.7, "kl_temperature": 2.0, "gamma": 10.0}),
+        (
+            "bug-noisy-labels",
+            "four-plus-one",
+            {"noise_kind": "uniform", "noise_scale": 0.5, "noise_schedule": "linear", "noisy_labels": True},
+        ),
+    ],
+)
+def test_a_recipe_changes_its_own_keys_and_no_other(name: str, parent: str, keys: dict[str, object]) -> None:
+    assert changed(name, parent) == keys
+
+
+def test_overrides_are_toml_values_or_bare_words() -> None:
+    recipe = load_recipe("default", ["lr=3e-4", "label_source=corpus", "context_layers=[1, 3]", "allow_shortcut=true"])
+    assert (recipe.lr, recipe.label_source, recipe.context_layers) == (3e-4, "corpus", (1, 3))
+
+
+def test_a_file_recipe_follows_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('parent = "bug-soft-kl"\ngamma = 5.0\n', encoding="utf-8")
+    assert (load_recipe(str(path)).gamma, load_recipe(str(path)).kl_weight) == (5.0, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("gama=3", "did you mean gamma"),
+        ("gamma", "expected key=value"),
+        ("gamma=-1", "positive"),
+        ("gamma=soft", "expected float"),
+        ("steps=1.5", "expected int"),
+        ("noise_scale=0.5", "set both, or neither"),
+        ("noisy_labels=true", "no effect without noise_kind"),
+        ("label_source=layer:last", None),
+        ("label_source=logits", "expected corpus, target"),
+        ("kl_weight=0.5", "needs a label state"),
+        ("kl_temperature=2", "no effect"),
+        ("noise_kind=pink", "expected one of"),
+        ("sliding_layers=2", "go together"),
+        ("block_size=1", "at least 2"),
+        ("heldout_share=1", "heldout_share < 1"),
+        ("precision=fp8", "expected one of"),
+        ("seed=true", "expected int"),
+    ],
+)
+def test_what_a_recipe_cannot_do_is_refused_with_the_reason(override: str, message: str | None) -> None:
+    if message is None:
+        load_recipe("default", [override])
+    else:
+        with pytest.raises(ConfigError, match=message):
+            load_recipe("default", [override])
+
+
+def test_unknown_and_circular_parents_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "loop.toml"
+    path.write_text(f'parent = "{path}"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="its own parent"):
+        load_recipe(str(path))
+    with pytest.raises(ConfigError, match="expected a TOML file or one of"):
+        load_recipe("nonesuch")
+
+
+def test_the_label_layer_among_the_context_layers_is_refused_unless_allowed() -> None:
+    with pytest.raises(ConfigError, match="its own answer"):
+        resolve(load_recipe("default", ["label_source=layer:5"]), facts(), "float32")
+    assert resolve(load_recipe("bug-shortcut"), facts(), "float32").drafter.context_layer_ids == (1, 2, 3, 4, 5)
+    plus_one = resolve(load_recipe("four-plus-one"), facts(), "float32")
+    assert (plus_one.drafter.context_layer_ids, plus_one.label_layer) == ((1, 2, 3, 4), 5)
+
+
+def test_what_the_cache_lacks_is_refused() -> None:
+    for override, message in (
+        ("label_source=layer:7", "the cache holds layers"),
+        ("label_source=final", "--keep-final"),
+        ("context_layers=[1, 9]", "among the cache's layers"),
+        ("context_layers=[1, 1]", "different ids"),
+        ("mask_token_id=1024", "rows 0 to 1023"),
+        ("warmup_steps=100000", "more than steps"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve(load_recipe("default", [override]), facts(), "float32")
+
+
+def test_sizes_come_from_the_text_config_of_a_wrapper_too() -> None:
+    flat, nested = (resolve(Recipe(), facts(target_config=c), "float32") for c in (CONFIG, {"text_config": CONFIG}))
+    assert flat == nested
+    assert (flat.drafter.head_dim, flat.drafter.num_kv_heads, flat.drafter.rope_theta) == (32, 2, 1e7)
+    assert (flat.drafter.block_size, flat.lr, flat.steps) == (8, 2e-3, 293)
+    assert flat.warmup_steps == 12
+
+
+def test_large_targets_get_block_16_the_papers_rate_and_its_warmup() -> None:
+    big = resolve(
+        load_recipe("default", ["steps=100000"]), facts(hidden_size=2048, target_config={**CONFIG}), "float32"
+    )
+    assert (big.drafter.block_size, big.lr, big.warmup_steps) == (16, 6e-4, 2801)
+    assert default_lr(768) == default_lr(64) == 2e-3
+    assert default_lr(5120) == 6e-4
+    assert 6e-4 < default_lr(1024) < 2e-3
+
+
+def test_sliding_layers_come_first_and_carry_their_window() -> None:
+    drafter = resolve(load_recipe("default", ["sliding_layers=4", "sliding_window=64"]), facts(), "float32").drafter
+    assert drafter.layer_types == ("sliding_attention",) * 4 + ("full_attention",)
+    assert drafter.sliding_window == 64

@@ -1,0 +1,306 @@
+"""What a recipe may set, and how the settings that depend on the cache are resolved.
+
+A `Recipe` holds every key that a recipe file or `--set` may give. `None` means "from the cache": `resolve` turns a
+recipe and the facts of one cache into a `ResolvedConfig` in which nothing is open, and that is what a run saves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from ..drafter.config import DrafterConfig
+from ..errors import ConfigError
+from .mask_token import TokenizerFacts, choose_mask_token
+
+LARGE_HIDDEN, SMALL_HIDDEN = 2048, 768
+LARGE_LR, SMALL_LR = 6e-4, 2e-3
+PAPER_WARMUP_STEPS = 2801
+
+NoiseKind = Literal["none", "uniform", "gaussian"]
+NoiseSchedule = Literal["constant", "linear", "cosine"]
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a training run. See docs/recipes.md for the meaning and the source of every default.
+
+    Raises:
+        ConfigError: a value is outside its range, or two settings contradict each other.
+    """
+
+    # the drafter
+    num_layers: int = 5
+    block_size: int | None = None
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    sliding_layers: int = 0
+    sliding_window: int | None = None
+    mask_token_id: int | None = None
+    # what it reads and what it is asked for
+    context_layers: str | tuple[int, ...] = "all"
+    label_source: str = "target"
+    allow_shortcut: bool = False
+    gamma: float = 4.0
+    kl_weight: float = 0.0
+    kl_temperature: float = 1.0
+    # noise
+    noise_kind: NoiseKind = "none"
+    noise_scale: float = 0.0
+    noise_schedule: NoiseSchedule = "constant"
+    noisy_labels: bool = False
+    # the optimiser
+    steps: int | None = None
+    epochs: float = 6.0
+    lr: float | None = None
+    warmup_steps: int | None = None
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0
+    precision: Precision = "auto"
+    seed: int = 0
+    # the packs
+    pack_tokens: int = 2048
+    anchors_per_pack: int = 128
+    shuffle_tokens: int = 32768
+    # held-out rows and checkpoints
+    heldout_share: float = 0.05
+    eval_every: int | None = None
+    eval_rows: int = 32
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        positive = ["num_layers", "gamma", "kl_temperature", "epochs", "grad_clip", "pack_tokens", "anchors_per_pack"]
+        positive += ["shuffle_tokens", "eval_rows", "keep_checkpoints"]
+        optional = ["block_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window"]
+        optional += ["steps", "lr", "eval_every", "checkpoint_every"]
+        for name in positive + [name for name in optional if getattr(self, name) is not None]:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected a positive number")
+        for name in ("noise_scale", "weight_decay", "sliding_layers", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected zero or more")
+        for name in ("beta1", "beta2", "heldout_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected 0 <= {name} < 1")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps = {self.warmup_steps}: expected zero or more")
+        if self.block_size is not None and self.block_size < 2:
+            raise ConfigError(f"block_size = {self.block_size}: expected at least 2 (the anchor and one drafted token)")
+        self._check_noise()
+        self._check_labels()
+        if self.sliding_layers > self.num_layers:
+            raise ConfigError(f"sliding_layers = {self.sliding_layers}: more than num_layers = {self.num_layers}")
+        if (self.sliding_layers > 0) != (self.sliding_window is not None):
+            raise ConfigError("sliding_layers and sliding_window go together: set both, or neither")
+
+    def _check_noise(self) -> None:
+        if (self.noise_kind == "none") != (self.noise_scale == 0):
+            raise ConfigError(
+                f"noise_kind = {self.noise_kind!r} with noise_scale = {self.noise_scale}: set both, or neither"
+            )
+        if self.noise_kind == "none" and self.noise_schedule != "constant":
+            raise ConfigError(f"noise_schedule = {self.noise_schedule!r} has no effect without noise_kind")
+        if self.noisy_labels and self.noise_kind == "none":
+            raise ConfigError("noisy_labels = true has no effect without noise_kind and noise_scale")
+
+    def _check_labels(self) -> None:
+        if self.label_source not in ("corpus", "target", "final"):
+            kind, _, layer = self.label_source.partition(":")
+            if kind != "layer" or not (layer == "last" or layer.isdecimal()):
+                raise ConfigError(
+                    f"label_source = {self.label_source!r}: expected corpus, target, final, layer:last or layer:ID"
+                )
+        from_state = self.label_source not in ("corpus", "target")
+        if not 0 <= self.kl_weight <= 1:
+            raise ConfigError(f"kl_weight = {self.kl_weight}: expected a share from 0 to 1")
+        if self.kl_weight and not from_state:
+            raise ConfigError(f"kl_weight needs a label state (layer:... or final); label_source = {self.label_source}")
+        if self.kl_temperature != 1 and not self.kl_weight:
+            raise ConfigError(f"kl_temperature = {self.kl_temperature} has no effect with kl_weight = 0")
+        if self.noisy_labels and not from_state:
+            raise ConfigError(f"noisy_labels needs a label state (layer:... or final), not {self.label_source!r}")
+        if isinstance(self.context_layers, str) and self.context_layers not in ("all", "all-but-label"):
+            raise ConfigError(f"context_layers = {self.context_layers!r}: expected all, all-but-label or a list of ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFacts:
+    """What `resolve` needs to know of a cache: no more than the manifest, the plan and two small JSON files say."""
+
+    identity: str
+    fingerprint: str
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    has_final: bool
+    dtype: str
+    num_train_tokens: int
+    target_config: dict[str, Any]
+    tokenizer: TokenizerFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """A recipe with nothing left open, and the drafter it makes. `as_dict` is what a run saves and compares."""
+
+    recipe: Recipe
+    drafter: DrafterConfig
+    label_layer: int | None
+    steps: int
+    lr: float
+    warmup_steps: int
+    eval_every: int
+    checkpoint_every: int
+    precision: str
+    target_dtype: str
+    cache_identity: str
+    cache_fingerprint: str
+
+    @property
+    def label_kind(self) -> str:
+        """`corpus`, `target`, `final` or `layer`."""
+        return self.recipe.label_source.partition(":")[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+
+def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig:
+    """Fill in what a recipe leaves to the cache.
+
+    Raises:
+        ConfigError: the cache lacks what the recipe asks for, or context and label layers overlap.
+    """
+    label_layer = _label_layer(recipe, facts)
+    drafter = _drafter_config(recipe, facts, _context_layers(recipe, facts, label_layer))
+    steps = recipe.steps or max(1, math.ceil(recipe.epochs * facts.num_train_tokens / recipe.pack_tokens))
+    warmup = min(PAPER_WARMUP_STEPS, math.ceil(0.04 * steps)) if recipe.warmup_steps is None else recipe.warmup_steps
+    if warmup > steps:
+        raise ConfigError(f"warmup_steps = {warmup}: more than steps = {steps}")
+    return ResolvedConfig(
+        recipe=recipe,
+        drafter=drafter,
+        label_layer=label_layer,
+        steps=steps,
+        lr=recipe.lr or default_lr(facts.hidden_size),
+        warmup_steps=warmup,
+        eval_every=recipe.eval_every or max(1, math.ceil(steps / 10)),
+        checkpoint_every=recipe.checkpoint_every or max(1, math.ceil(steps / 5)),
+        precision=precision,
+        target_dtype=facts.dtype,
+        cache_identity=facts.identity,
+        cache_fingerprint=facts.fingerprint,
+    )
+
+
+def default_lr(hidden_size: int) -> float:
+    """Return the peak learning rate: 6e-4 from hidden 2,048 up, 2e-3 up to hidden 768, geometric in between."""
+    position = math.log(hidden_size / SMALL_HIDDEN) / math.log(LARGE_HIDDEN / SMALL_HIDDEN)
+    position = min(1.0, max(0.0, position))
+    return float(f"{SMALL_LR * (LARGE_LR / SMALL_LR) ** position:.3g}")
+
+
+def _label_layer(recipe: Recipe, facts: CacheFacts) -> int | None:
+    kind, _, layer = recipe.label_source.partition(":")
+    if kind == "final" and not facts.has_final:
+        raise ConfigError("label_source = final: this cache holds no final states; extract with --keep-final")
+    if kind != "layer":
+        return None
+    label = facts.layer_ids[-1] if layer == "last" else int(layer)
+    if label not in facts.layer_ids:
+        raise ConfigError(f"label_source = {recipe.label_source}: the cache holds layers {list(facts.layer_ids)}")
+    return label
+
+
+def _context_layers(recipe: Recipe, facts: CacheFacts, label_layer: int | None) -> tuple[int, ...]:
+    if recipe.context_layers == "all":
+        layers = facts.layer_ids
+    elif recipe.context_layers == "all-but-label":
+        if label_layer is None:
+            raise ConfigError("context_layers = all-but-label needs label_source = layer:last or layer:ID")
+        layers = tuple(layer for layer in facts.layer_ids if layer != label_layer)
+    else:
+        layers = tuple(int(layer) for layer in recipe.context_layers)
+    if not layers or len(set(layers)) != len(layers) or not set(layers) <= set(facts.layer_ids):
+        raise ConfigError(
+            f"context_layers = {list(layers)}: expected different ids among the cache's layers {list(facts.layer_ids)}"
+        )
+    if label_layer in layers and not recipe.allow_shortcut:
+        raise ConfigError(
+            f"layer {label_layer} is both the label state and a context layer, so the drafter would read its own "
+            "answer; use context_layers = all-but-label, or set allow_shortcut = true to measure what that costs"
+        )
+    return layers
+
+
+def _drafter_config(recipe: Recipe, facts: CacheFacts, context_layers: tuple[int, ...]) -> DrafterConfig:
+    text = facts.target_config.get("text_config") or facts.target_config
+
+    def size(name: str, key: str, fallback: int | None = None) -> int:
+        value = getattr(recipe, name, None) or text.get(key) or fallback
+        if not isinstance(value, int):
+            raise ConfigError(f"the target's config has no {key}; pass --set {name}=N")
+        return value
+
+    num_heads = size("num_heads", "num_attention_heads")
+    rope = text.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    return DrafterConfig(
+        hidden_size=facts.hidden_size,
+        intermediate_size=size("intermediate_size", "intermediate_size"),
+        num_layers=recipe.num_layers,
+        num_heads=num_heads,
+        num_kv_heads=size("num_kv_heads", "num_key_value_heads", num_heads),
+        head_dim=size("head_dim", "head_dim", facts.hidden_size // num_heads),
+        vocab_size=facts.vocab_size,
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0),
+        max_position_embeddings=size("max_position_embeddings", "max_position_embeddings"),
+        block_size=recipe.block_size or (16 if facts.hidden_size >= LARGE_HIDDEN else 8),
+        mask_token_id=choose_mask_token(recipe.mask_token_id, facts.tokenizer, facts.vocab_size),
+        context_layer_ids=context_layers,
+        num_target_layers=size("num_target_layers", "num_hidden_layers"),
+        layer_types=("sliding_attention",) * recipe.sliding_layers
+        + ("full_attention",) * (recipe.num_layers - recipe.sliding_layers),
+        sliding_window=recipe.sliding_window,
+    )
+
+
+def _check_types(recipe: Recipe) -> None:
+    for field in fields(recipe):
+        value, kind = getattr(recipe, field.name), str(field.type)
+        allowed: tuple[type, ...] = ()
+        if "int" in kind.replace("tuple[int, ...]", ""):
+            allowed += (int,)
+        if "float" in kind:
+            allowed += (int, float)
+        if "str" in kind or "Kind" in kind or "Schedule" in kind or "Precision" in kind:
+            allowed += (str,)
+        if kind == "bool":
+            allowed = (bool,)
+        if "tuple" in kind:
+            allowed += (tuple,)
+        if value is None and "None" in kind:
+            continue
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise ConfigError(f"{field.name} = {value!r}: expected {kind}")
+    choices = {"noise_kind": NoiseKind, "noise_schedule": NoiseSchedule, "precision": Precision}
+    for name, choice in choices.items():
+        if getattr(recipe, name) not in choice.__args__:  # type: ignore[attr-defined]
+            raise ConfigError(f"{name} = {getattr(recipe, name)!r}: expected one of {', '.join(choice.__args__)}")  # type: ignore[attr-defined]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,79 @@
+"""What a run takes from a cache before it reads any shard, and the device it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..store import CacheReader, open_cache
+from ..store.splits import split_rows
+from .config import CacheFacts, Recipe, ResolvedConfig, resolve
+from .mask_token import read_tokenizer_facts
+from .precision import choose_precision
+from .run_folder import RunFolder
+from .sampling import RowTable
+
+
+def printed_config(recipe: Recipe, cache: Path | None, device: str) -> dict[str, Any]:
+    """Return what --print-config shows: the recipe, or all that a run would save where a cache is given."""
+    if cache is None:
+        return dataclasses.asdict(recipe)
+    return resolve_for(recipe, open_cache(cache), None, choose_device(device)).as_dict()
+
+
+def resolve_for(recipe: Recipe, cache: CacheReader, folder: RunFolder | None, device: torch.device) -> ResolvedConfig:
+    """Resolve a recipe against a cache; a resumed run keeps the precision that its first start chose."""
+    saved = folder.saved_config() if folder else None
+    chosen = saved.get("precision") if saved and recipe.precision == "auto" else None
+    facts = cache_facts(cache, recipe.heldout_share)
+    return resolve(recipe, facts, chosen or choose_precision(recipe.precision, device))
+
+
+def cache_facts(cache: CacheReader, heldout_share: float) -> CacheFacts:
+    """Return what resolving needs, from the manifest, the plan and the target's small files."""
+    return CacheFacts(
+        identity=cache.identity,
+        fingerprint=cache.fingerprint,
+        layer_ids=tuple(cache.layer_ids),
+        hidden_size=cache.hidden_size,
+        vocab_size=cache.vocab_size,
+        has_final=cache.manifest.identity.keep_final,
+        dtype=str(cache.dtype).removeprefix("torch."),
+        num_train_tokens=int(training_rows(cache, heldout_share).num_tokens.sum()),
+        target_config=cache.target_config(),
+        tokenizer=read_tokenizer_facts(cache.target_dir),
+    )
+
+
+def training_rows(cache: CacheReader, heldout_share: float) -> RowTable:
+    """Return the rows that are not held out and have an anchor.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    index = split_rows(cache.prompt_hash, heldout_share, "train")
+    index = index[cache.num_anchors[index] > 0]
+    if not len(index):
+        raise ConfigError(f"{cache.path}: no rows to train on with heldout_share = {heldout_share}")
+    return RowTable(
+        index=index,
+        num_tokens=cache.num_tokens[index],
+        num_anchors=cache.num_anchors[index],
+        shard=cache.row_shard[index],
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device: `auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device

@@ -1,0 +1,107 @@
+"""The loss over the full vocabulary, without full logits: a linear head and its cross entropy, chunk by chunk.
+
+The head is frozen, so the backward pass needs the gradient of the hidden states only; it is computed together with
+the loss while a chunk's logits exist, and the logits are dropped. Peak memory: one chunk of logits in float32.
+
+Axes: N supervised slots, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 32 << 20
+
+
+def weighted_loss(
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    labels_N: Tensor,
+    weights_N: Tensor,
+    *,
+    teacher_NH: Tensor | None = None,
+    kl_weight: float = 0.0,
+    kl_temperature: float = 1.0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Return (sum of weight times loss, hits): hard cross entropy, or a mixture with soft KL to a teacher.
+
+    The mixture of a slot is (1 - kl_weight) * CE + kl_weight * T^2 * KL(teacher_T || drafter_T) with both
+    distributions softened by the temperature T, the usual scale of distillation (Hinton et al. 2015).
+
+    Args:
+        hidden_NH: the drafter's output after its final norm.
+        head_VH: the target's head, not trained.
+        labels_N: int64 in [0, V).
+        weights_N: float32.
+        teacher_NH: states that give the teacher's logits through the same head; needed when kl_weight > 0.
+        kl_weight: share of the soft loss.
+        kl_temperature: T.
+        chunk_bytes: largest size of one chunk of logits.
+
+    Returns:
+        The weighted sum (float32 scalar, differentiable in `hidden_NH`) and hits [N] bool: the label was the
+        largest logit.
+    """
+    loss, hits = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head_VH, labels_N, weights_N, teacher_NH, kl_weight, kl_temperature, chunk_bytes
+    )
+    return loss, hits
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        head_VH: Tensor,
+        labels_N: Tensor,
+        weights_N: Tensor,
+        teacher_NH: Tensor | None,
+        kl_weight: float,
+        kl_temperature: float,
+        chunk_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows = max(1, chunk_bytes // (4 * len(head_VH)))
+        grad_NH = torch.zeros_like(hidden_NH)
+        hits_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)
+        total = torch.zeros((), dtype=torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32)
+        total = total.to(hidden_NH.device)
+        for start in range(0, len(hidden_NH), rows):
+            part = slice(start, start + rows)
+            logits = (hidden_NH[part].to(head_VH.dtype) @ head_VH.T).to(total.dtype)
+            labels, weights = labels_N[part, None], weights_N[part, None].to(total.dtype)
+            hits_N[part] = logits.argmax(1) == labels_N[part]
+            grad = torch.zeros_like(logits) if kl_weight else logits
+            if kl_weight:
+                assert teacher_NH is not None
+                teacher = (teacher_NH[part].to(head_VH.dtype) @ head_VH.T).to(total.dtype)
+                total += kl_weight * (weights * _soft_kl(logits, teacher, kl_temperature, grad)).sum()
+                grad.mul_(kl_weight)
+            lse = logits.logsumexp(1, keepdim=True)
+            total += (1 - kl_weight) * (weights * (lse - logits.gather(1, labels))).sum()
+            # from here `logits` becomes the gradient of the cross entropy: softmax minus one-hot
+            logits.sub_(lse).exp_().scatter_add_(1, labels, torch.full_like(lse, -1))
+            if kl_weight:
+                grad.add_(logits, alpha=1 - kl_weight)
+            grad_NH[part] = (grad.mul_(weights).to(head_VH.dtype) @ head_VH).to(grad_NH.dtype)
+        ctx.save_for_backward(grad_NH)
+        ctx.mark_non_differentiable(hits_N)
+        return total, hits_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_NH,) = ctx.saved_tensors
+        return (grad_NH * grads[0].to(grad_NH.dtype), *[None] * 7)
+
+
+def _soft_kl(logits: Tensor, teacher: Tensor, temperature: float, grad: Tensor) -> Tensor:
+    """Return T^2 * KL(teacher_T || drafter_T) per slot, [N, 1], and put its gradient by the logits into `grad`."""
+    log_q = (logits / temperature).log_softmax(1)
+    log_p = (teacher / temperature).log_softmax(1)
+    p = log_p.exp()
+    grad.copy_(log_q.exp().sub_(p).mul_(temperature))
+    return temperature**2 * (p * (log_p - log_q)).sum(1, keepdim=True)
