@@ -102,8 +102,12 @@ def extract(as_json: bool, **options: Any) -> None:
 @click.option("--recipe", default="default", show_default=True, help="Name of a recipe, or a TOML file.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe.")
 @click.option("--steps", type=click.IntRange(min=1), help="Length of the whole schedule.")
-@click.option("--print-config", is_flag=True, help="Print the configuration, resolved where --cache is given, and stop.")
-@click.option("--num-workers", type=click.IntRange(min=0), default=1, show_default=True, help="Threads that read ahead.")
+@click.option(
+    "--print-config", is_flag=True, help="Print the configuration, resolved where --cache is given, and stop."
+)
+@click.option(
+    "--num-workers", type=click.IntRange(min=0), default=1, show_default=True, help="Threads that read ahead."
+)
 @click.option("--device", default="auto", show_default=True)
 @json_option
 def train(
@@ -137,7 +141,9 @@ def train(
 @main.command()
 @click.option("--drafter", type=EXISTING, required=True, help="A run, or a drafter in z-lab's layout.")
 @click.option("--cache", type=EXISTING, required=True, help="The cache to walk.")
-@click.option("--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]")
+@click.option(
+    "--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]"
+)
 @click.option("--baseline-cache", type=EXISTING, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
 @click.option("--device", default="auto", show_default=True)
 @json_option

@@ -111,3 +111,23 @@ def chat_rows(count: int, seed: int = 0, max_reply_words: int = 40) -> list[dict
 def chat_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty-seven chat rows as JSON lines."""
     return write_jsonl(tmp_path_factory.mktemp("corpus") / "chat.jsonl", chat_rows(37))
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tiny_target_dir: Path, chat_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete cache of the chat corpus on T: five layers, the final state too, several shards."""
+    from dflash_pipeline.extract.config import ExtractConfig
+    from dflash_pipeline.extract.run import run_extract
+
+    out = tmp_path_factory.mktemp("cache") / "cache"
+    run_extract(
+        ExtractConfig(
+            corpus=(chat_corpus,),
+            target=str(tiny_target_dir),
+            out=out,
+            shard_tokens=1000,
+            keep_final=True,
+            device="cpu",
+        )
+    )
+    return out

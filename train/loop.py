@@ -185,6 +185,7 @@ class _Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.recipe.grad_clip)
         self.optimizer.step()
         return {
+            "epoch": pack.spec.epoch,
             "loss": loss.item(),
             "grad_norm": float(norm),
             "lr": rate,
