@@ -18,7 +18,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(TYPECHECK) && ln -sfn .. $(TYPECHECK)/dflash_pipeline
-	MYPYPATH=$(TYPECHECK) $(BIN)/mypy -p dflash_pipeline
+	$(BIN)/mypy
 
 install: $(VENV)/.installed
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from ..store import CacheWriter, Plan, TargetHead
 from ..target import Target, TargetDescription, describe_target, load_target, parse_layer_ids
 from .config import ExtractConfig
@@ -45,8 +46,7 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
     reporter = _Reporter(progress or SilentProgress())
     check_files(config.corpus)
     description = describe_target(config.target_config())
-    layer_ids = parse_layer_ids(config.layers, description.num_layers)
-    max_length = _max_length(config, description)
+    layer_ids, max_length = _resolve(config, description)
     corpus = _read(config, description, max_length, reporter)
     estimated = _estimate(config, description, corpus, len(layer_ids), reporter)
     if config.dry_run:
@@ -98,9 +98,13 @@ class _Reporter:
             self.progress.notice(notice)
 
 
-def _max_length(config: ExtractConfig, description: TargetDescription) -> int | None:
+def _resolve(config: ExtractConfig, description: TargetDescription) -> tuple[tuple[int, ...], int | None]:
+    """Return the layer ids and the length limit that the settings mean for this target."""
+    layer_ids = parse_layer_ids(config.layers, description.num_layers)
+    if config.top_k > description.vocab_size:
+        raise ConfigError(f"top_k {config.top_k}: the target's vocabulary has {description.vocab_size} entries")
     limits = [limit for limit in (config.max_length, description.max_length) if limit is not None]
-    return min(limits) if limits else None
+    return layer_ids, min(limits) if limits else None
 
 
 def _read(
@@ -126,14 +130,7 @@ def _read(
 def _estimate(
     config: ExtractConfig, description: TargetDescription, corpus: CorpusRows, num_layers: int, reporter: _Reporter
 ) -> int:
-    estimated = estimate_bytes(
-        description,
-        corpus.num_tokens,
-        num_layers=num_layers,
-        top_k=config.top_k,
-        keep_final=config.keep_final,
-        codec=config.codec,
-    )
+    estimated = estimate_bytes(config, description, num_layers, corpus.num_tokens, len(corpus.rows))
     reporter.progress.notice(
         f"{len(corpus.rows):,} rows, {corpus.num_tokens:,} tokens: the cache takes about {estimated / GIB:,.3f} GiB, "
         f"{free_bytes(config.out) / GIB:,.1f} GiB are free"

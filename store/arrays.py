@@ -3,7 +3,7 @@
 N tokens, R rows, H hidden, K top tokens, U bytes of row ids.
 
 zarr fills a chunk that is missing with zeros. Here that cannot happen: every chunk is really stored (also one of
-zeros), and before a read the file's size, the array's metadata and the shard's index are checked.
+zeros), and the reader checks files, metadata and index before it decodes (decode.py).
 """
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import zarr
+from zarr.storage import LocalStore
 
-from ..errors import CacheCorrupt, DflashError
-from .codecs import pipeline_for
+from ..errors import CacheCorrupt
+from .codecs import Pipeline, pipeline_for
+from .decode import Array, Run, check_metadata, read_runs
+from .encode import write_data
 from .identity import Identity
-from .layout import chunk_file, file_size, states_name
-from .record import ShardRecord, check_size, digest_file
+from .layout import chunk_file, safe_join, states_name
+from .record import FileRecord, ShardRecord, check_size, digest_file
 
-Array = NDArray[Any]
-Run = tuple[int, int]
 STORED_DTYPE = {"bfloat16": "uint16", "float32": "float32"}
-INDEX_ENTRY_BYTES = 16
-INDEX_CHECKSUM_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """Name, shape, stored dtype, kind of pipeline and attributes of one array."""
+    """Name, shape, stored dtype and attributes of one array."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    kind: str = "small"
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    def chunk_items(self, codec: str) -> int:
-        """Items of the first axis in one inner chunk: never more than the array has."""
-        return min(pipeline_for(codec, self.kind).chunk_items, self.shape[0])
+    def pipeline(self, codec: str) -> Pipeline:
+        """Return how the array is cut and coded."""
+        return pipeline_for(codec, self.shape, self.dtype)
 
 
 def shard_schema(
@@ -67,7 +65,6 @@ def shard_schema(
                 name=name,
                 shape=(num_tokens, hidden_size),
                 dtype=STORED_DTYPE[identity.dtype],
-                kind="states",
                 attributes={"dtype": identity.dtype},
             )
         )
@@ -76,32 +73,29 @@ def shard_schema(
 
 def create_group(directory: Path) -> Any:
     """Make an empty zarr v3 group in a folder."""
-    import zarr
-    from zarr.storage import LocalStore
-
     return zarr.create_group(store=LocalStore(directory), zarr_format=3)
 
 
-def write_array(group: Any, spec: ArraySpec, codec: str, data: Array) -> None:
+def write_array(directory: Path, group: Any, spec: ArraySpec, codec: str, data: Array) -> None:
     """Write one array whole, as one zarr shard with every inner chunk stored."""
     if data.shape != spec.shape or data.dtype != np.dtype(spec.dtype):
         raise ValueError(f"array {spec.name}: expected {spec.shape} {spec.dtype}, got {data.shape} {data.dtype}")
-    pipeline = pipeline_for(codec, spec.kind)
-    chunk = (spec.chunk_items(codec), *spec.shape[1:])
+    pipeline = spec.pipeline(codec)
+    chunk = (pipeline.chunk_items, *spec.shape[1:])
     whole = (-(-spec.shape[0] // chunk[0]) * chunk[0], *spec.shape[1:])
-    array = group.create_array(
+    group.create_array(
         spec.name,
         shape=spec.shape,
         dtype=spec.dtype,
         chunks=chunk,
         shards=whole,
-        filters=pipeline.filters,
+        filters=(),
         compressors=pipeline.compressors,
         fill_value=0,
         attributes=spec.attributes,
         config={"write_empty_chunks": True},
     )
-    array[...] = data
+    write_data(directory / chunk_file(spec.name, len(spec.shape)), data, pipeline)
 
 
 class ShardArrays:
@@ -112,34 +106,27 @@ class ShardArrays:
         self.record = record
         self.schema = schema
         self.codec = codec
-        self._opened: dict[str, Any] = {}
+        self._checked: set[str] = set()
 
     def read(self, name: str, runs: Sequence[Run]) -> list[Array]:
-        """Read ranges of an array's first axis; widen them to chunks first (`chunk_runs`) to decode each chunk once.
+        """Read ranges of an array's first axis, as `chunk_runs` gives them.
 
         Raises:
             CacheMissing: a file is gone.
-            CacheCorrupt: a file is not what the record says, or a chunk's checksum does not fit.
+            CacheCorrupt: a file is not what the record says, or a checksum does not fit.
         """
-        path = self._data_file(name)
-        array = self._opened.get(name)
-        if array is None:
-            array = self._opened[name] = self._open(name, path)
-        try:
-            pieces = [np.asarray(array[start:stop]) for start, stop in runs]
-        except (MemoryError, DflashError):
-            raise
-        except Exception as error:  # zarr and its codecs raise whatever they like on damaged bytes
-            raise CacheCorrupt(
-                f"{path}: cannot be decoded ({_first_line(error)}); the file is damaged, extract the cache again"
-            ) from error
-        self._data_file(name)  # still there: a file that went away between check and read would have read as zeros
-        return pieces
+        spec = self.schema[name]
+        if name not in self._checked:
+            self._check_metadata(spec)
+            self._checked.add(name)
+        file = chunk_file(name, len(spec.shape))
+        path, size = safe_join(self.directory, file), self._recorded(file).num_bytes
+        return read_runs(path, size, spec.shape, spec.dtype, spec.pipeline(self.codec), runs)
 
     def chunk_runs(self, name: str, ranges: Sequence[Run]) -> list[Run]:
         """Return the fewest runs of whole inner chunks that cover sorted ranges, so that no chunk is decoded twice."""
         spec = self.schema[name]
-        chunk, end = spec.chunk_items(self.codec), spec.shape[0]
+        chunk, end = spec.pipeline(self.codec).chunk_items, spec.shape[0]
         runs: list[Run] = []
         for first, last in ranges:
             start, stop = first // chunk * chunk, min(-(-last // chunk) * chunk, end)
@@ -149,57 +136,16 @@ class ShardArrays:
                 runs.append((start, stop))
         return runs
 
-    def _data_file(self, name: str) -> Path:
-        return self._checked(chunk_file(name, len(self.schema[name].shape)))
-
-    def _checked(self, file: str) -> Path:
+    def _recorded(self, file: str) -> FileRecord:
         if file not in self.record.files:
             raise CacheCorrupt(f"{self.directory}: its record does not list {file}; the cache is damaged")
-        return check_size(self.directory, file, self.record.files[file])
+        return self.record.files[file]
 
-    def _open(self, name: str, data_path: Path) -> Any:
-        """Open an array after checking its metadata against the record's digest and the schema, and its index."""
-        import zarr
-        from zarr.storage import LocalStore
-
-        spec = self.schema[name]
-        metadata = f"{name}/zarr.json"
-        path = self._checked(metadata)
-        if digest_file(path) != self.record.files[metadata]:
+    def _check_metadata(self, spec: ArraySpec) -> None:
+        """Check an array's metadata against the record's digest and against the schema."""
+        file = f"{spec.name}/zarr.json"
+        recorded = self._recorded(file)
+        path = check_size(self.directory, file, recorded)
+        if digest_file(path) != recorded:
             raise CacheCorrupt(f"{path}: its content has changed; the cache is damaged, extract it again")
-        try:
-            array = zarr.open_array(store=LocalStore(self.directory, read_only=True), path=name, mode="r")
-            found = (array.shape, str(array.dtype), array.chunks, array.shards, dict(array.attrs))
-        except Exception as error:
-            raise CacheCorrupt(f"{path}: not the metadata of a zarr array ({_first_line(error)})") from error
-        chunk = (spec.chunk_items(self.codec), *spec.shape[1:])
-        num_chunks = -(-spec.shape[0] // chunk[0])
-        expected = (spec.shape, spec.dtype, chunk, (num_chunks * chunk[0], *spec.shape[1:]), spec.attributes)
-        if found != expected:
-            raise CacheCorrupt(f"{path}: expected shape, dtype, chunks, shards, attributes {expected}, found {found}")
-        _check_index(data_path, num_chunks)
-        return array
-
-
-def _check_index(path: Path, num_chunks: int) -> None:
-    """Check that the index at the end of a zarr shard has an entry for every chunk, inside the file.
-
-    zarr checks the index' own crc32c when it reads; but it takes an empty entry for a chunk of zeros.
-    """
-    index_bytes = num_chunks * INDEX_ENTRY_BYTES
-    size = file_size(path) or 0
-    data_bytes = size - index_bytes - INDEX_CHECKSUM_BYTES
-    if data_bytes < num_chunks:
-        raise CacheCorrupt(f"{path}: {size} bytes are too few for {num_chunks} chunks; the cache is damaged")
-    with path.open("rb") as file:
-        file.seek(data_bytes)
-        index = np.frombuffer(file.read(index_bytes), dtype="<u8").reshape(num_chunks, 2)
-    offsets, lengths = index[:, 0], index[:, 1]
-    if (offsets > data_bytes).any() or (lengths > data_bytes).any() or (offsets + lengths > data_bytes).any():
-        raise CacheCorrupt(f"{path}: the index names chunks that are not in the file; the cache is damaged")
-    if (lengths == 0).any():
-        raise CacheCorrupt(f"{path}: the index lacks chunks; the cache is damaged")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        check_metadata(path, spec.shape, spec.dtype, spec.pipeline(self.codec))

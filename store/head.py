@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CacheCorrupt, CacheMissing, ConfigError
@@ -51,8 +53,6 @@ class TargetHead:
 
 def write_head(directory: Path, head: TargetHead) -> None:
     """Write head.safetensors into a folder. The epsilon is its only metadata entry (two would have no fixed order)."""
-    from safetensors.torch import save_file
-
     tensors = {"embed_tokens": head.embed_tokens, "norm": head.norm}
     if head.lm_head is not None:
         tensors["lm_head"] = head.lm_head
@@ -67,8 +67,6 @@ def read_head(cache: Path, hidden_size: int, vocab_size: int) -> TargetHead:
         CacheMissing: there is none.
         CacheCorrupt: it is damaged, or not the head of this cache.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = cache / TARGET / HEAD
     if file_size(path) is None:
         raise CacheMissing(f"{path}: missing; the cache needs the target's head, extract it again")

@@ -148,7 +148,7 @@ def read_manifest(cache: Path) -> Manifest:
     source.only(*FIELDS)
     identity = parse_identity(source.child("identity"))
     versions = source.child("versions")
-    manifest = Manifest(
+    return Manifest(
         identity=identity,
         identity_digest=source.hexadecimal("identity_digest"),
         fingerprint=source.hexadecimal("fingerprint"),
@@ -165,7 +165,6 @@ def read_manifest(cache: Path) -> Manifest:
         shards=tuple(parse_record(entry, identity.layer_ids) for entry in source.objects("shards")),
         versions={name: versions.text(name) for name in versions.values},
     )
-    return manifest
 
 
 def check_manifest(cache: Path, manifest: Manifest, plan: Plan) -> None:

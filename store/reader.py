@@ -5,7 +5,6 @@ R rows (dropped ones are not among them), T tokens, H hidden, K top tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import CacheCorrupt, CacheMismatch, CacheMissing, ConfigError
-from .arrays import Array, Run, ShardArrays, shard_schema
+from ..errors import CacheCorrupt, CacheMismatch, ConfigError
+from .arrays import ShardArrays, shard_schema
 from .codecs import CODECS
+from .decode import Array, Run
 from .head import TargetHead, read_head
 from .jsonfile import parse_json, read_bytes
 from .layout import MANIFEST, PLAN, STATS, TARGET, IntArray, shard_dir, states_name

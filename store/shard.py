@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMismatch
-from .arrays import Array, create_group, shard_schema, write_array
+from .arrays import STORED_DTYPE, create_group, shard_schema, write_array
+from .decode import Array
 from .layout import STATS, IntArray, states_name
 from .plan import Plan, count_anchors, hash_prompt
 from .record import LayerStats, ShardRecord, record_files
@@ -92,7 +93,8 @@ def write_shard_files(
 ) -> ShardRecord:
     """Write a shard's arrays and statistics into a folder, and return its record.
 
-    Memory: one array at a time is joined, so the peak is the rows and one layer of the shard.
+    Memory: one array at a time is joined, so the peak is the rows and one layer of the shard. Joined with numpy, in
+    one thread: extraction keeps torch's threads busy, and two at once on a core cost both.
     """
     identity = plan.identity
     lengths = np.asarray([len(row.tokens) for row in rows], dtype=np.int64)
@@ -102,18 +104,18 @@ def write_shard_files(
     group = create_group(directory) if rows else None
     small = _small_arrays(rows, lengths, ids) if rows else {}
     for name, data in small.items():
-        write_array(group, schema[name], identity.codec, data)
+        write_array(directory, group, schema[name], identity.codec, data)
     stats: dict[int, LayerStats] = {}
     sums: dict[int, ChannelSums] = {}
     for layer in identity.layer_ids:
-        joined = [row.states[layer] for row in rows]
-        states = torch.cat(joined) if joined else torch.zeros(0, plan.hidden_size, dtype=TORCH_DTYPES[identity.dtype])
+        parts = [as_stored(row.states[layer]) for row in rows]
+        states = np.concatenate(parts or [np.zeros((0, plan.hidden_size), dtype=STORED_DTYPE[identity.dtype])])
         stats[layer], sums[layer] = measure(states)
         if rows:
-            write_array(group, schema[states_name(layer)], identity.codec, as_stored(states))
+            write_array(directory, group, schema[states_name(layer)], identity.codec, states)
     if identity.keep_final and rows:
-        final = torch.cat([row.final for row in rows if row.final is not None])
-        write_array(group, schema["final"], identity.codec, as_stored(final))
+        final = np.concatenate([as_stored(row.final) for row in rows if row.final is not None])
+        write_array(directory, group, schema["final"], identity.codec, final)
     (directory / STATS).write_bytes(sums_bytes(sums))
     return ShardRecord(
         shard=shard,
@@ -142,11 +144,11 @@ def as_states(stored: Array, dtype: str) -> Tensor:
 def _small_arrays(rows: list[Row], lengths: IntArray, ids: list[bytes]) -> dict[str, Array]:
     id_lengths = np.asarray([len(name) for name in ids], dtype=np.int64)
     return {
-        "tokens": torch.cat([row.tokens for row in rows]).numpy(),
-        "loss_mask": torch.cat([row.loss_mask for row in rows]).numpy().astype(np.uint8),
+        "tokens": np.concatenate([row.tokens.numpy() for row in rows]),
+        "loss_mask": np.concatenate([row.loss_mask.numpy() for row in rows]).astype(np.uint8),
         "row_offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         "row_ids": np.frombuffer(b"".join(ids), dtype=np.uint8),
         "row_id_offsets": np.concatenate([[0], np.cumsum(id_lengths)]).astype(np.int64),
-        "top_ids": torch.cat([row.top_ids for row in rows]).numpy(),
-        "top_logprobs": torch.cat([row.top_logprobs for row in rows]).numpy(),
+        "top_ids": np.concatenate([row.top_ids.numpy() for row in rows]),
+        "top_logprobs": np.concatenate([row.top_logprobs.numpy() for row in rows]),
     }

@@ -13,14 +13,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from ..errors import CacheCorrupt, CacheMissing
+from .decode import Array
 from .layout import STATS, file_size
 from .record import LayerStats
 
 FloatArray = NDArray[np.float64]
-BLOCK_TOKENS = 1024
+BLOCK_TOKENS = 64  # a block of float64 stays in the processor's cache: 0.8 GB/s of bfloat16, 0.2 with 1,024
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,29 +34,29 @@ class ChannelSums:
     squares: FloatArray
 
 
-def measure(states: Tensor) -> tuple[LayerStats, ChannelSums]:
+def measure(states: Array) -> tuple[LayerStats, ChannelSums]:
     """Measure one layer's states.
 
     Args:
-        states: [N, H] bfloat16 or float32, any values.
+        states: [N, H] as stored: float32, or the uint16 bit patterns of bfloat16; any values.
     """
     hidden = states.shape[1]
     total, squares = np.zeros(hidden), np.zeros(hidden)
     zeros = nans = infs = 0
     for start in range(0, states.shape[0], BLOCK_TOKENS):
-        block = states[start : start + BLOCK_TOKENS].float().numpy()
+        block = as_float32(states[start : start + BLOCK_TOKENS])
         zeros += block.size - int(np.count_nonzero(block))
         finite = np.isfinite(block)
         if not finite.all():
             nans += int(np.count_nonzero(np.isnan(block)))
             infs += int(np.count_nonzero(np.isinf(block)))
             block = np.where(finite, block, np.float32(0))
-        total += block.sum(axis=0, dtype=np.float64)
-        squares += np.square(block, dtype=np.float64).sum(axis=0)
-    count = states.numel()
-    finite_count = count - nans - infs
+        wide = block.astype(np.float64)
+        total += wide.sum(axis=0)
+        squares += np.multiply(wide, wide, out=wide).sum(axis=0)
+    finite_count = states.size - nans - infs
     stats = LayerStats(
-        values=count,
+        values=states.size,
         zeros=zeros,
         nans=nans,
         infs=infs,
@@ -63,10 +66,15 @@ def measure(states: Tensor) -> tuple[LayerStats, ChannelSums]:
     return stats, ChannelSums(total, squares)
 
 
+def as_float32(stored: Array) -> NDArray[np.float32]:
+    """Return stored states as float32: bfloat16 is the upper half of one."""
+    if stored.dtype == np.uint16:
+        return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+    return stored.astype(np.float32, copy=False)
+
+
 def sums_bytes(sums: dict[int, ChannelSums]) -> bytes:
     """Return the bytes of stats.safetensors: `<layer>.sum` and `<layer>.sum_squares`, [H] float64."""
-    from safetensors.numpy import save
-
     tensors = {}
     for layer, part in sums.items():
         tensors[f"{layer}.sum"] = part.total
@@ -81,9 +89,6 @@ def read_sums(directory: Path, layer_ids: tuple[int, ...], hidden_size: int) -> 
         CacheMissing: there is none.
         CacheCorrupt: it is damaged, or not of these layers and this width.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     path = directory / STATS
     if file_size(path) is None:
         raise CacheMissing(f"{path}: missing; the cache is damaged, extract it again")

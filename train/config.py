@@ -16,6 +16,8 @@ from .mask_token import TokenizerFacts, choose_mask_token
 
 LARGE_HIDDEN, SMALL_HIDDEN = 2048, 768
 LARGE_LR, SMALL_LR = 6e-4, 2e-3
+LARGE_PACK, SMALL_PACK = (4096, 256), (1024, 64)
+"""Tokens and anchors of a step."""
 PAPER_WARMUP_STEPS = 2801
 
 NoiseKind = Literal["none", "uniform", "gaussian"]
@@ -65,8 +67,8 @@ class Recipe:
     precision: Precision = "auto"
     seed: int = 0
     # the packs
-    pack_tokens: int = 2048
-    anchors_per_pack: int = 128
+    pack_tokens: int | None = None
+    anchors_per_pack: int | None = None
     shuffle_tokens: int = 32768
     # held-out rows and checkpoints
     heldout_share: float = 0.05
@@ -77,10 +79,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        positive = ["num_layers", "gamma", "kl_temperature", "epochs", "grad_clip", "pack_tokens", "anchors_per_pack"]
+        positive = ["num_layers", "gamma", "kl_temperature", "epochs", "grad_clip"]
         positive += ["shuffle_tokens", "eval_rows", "keep_checkpoints"]
         optional = ["block_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window"]
-        optional += ["steps", "lr", "eval_every", "checkpoint_every"]
+        optional += ["steps", "lr", "eval_every", "checkpoint_every", "pack_tokens", "anchors_per_pack"]
         for name in positive + [name for name in optional if getattr(self, name) is not None]:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected a positive number")
@@ -154,6 +156,8 @@ class ResolvedConfig:
     recipe: Recipe
     drafter: DrafterConfig
     label_layer: int | None
+    pack_tokens: int
+    anchors_per_pack: int
     steps: int
     lr: float
     warmup_steps: int
@@ -183,7 +187,9 @@ def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig
     """
     label_layer = _label_layer(recipe, facts)
     drafter = _drafter_config(recipe, facts, _context_layers(recipe, facts, label_layer))
-    steps = recipe.steps or max(1, math.ceil(recipe.epochs * facts.num_train_tokens / recipe.pack_tokens))
+    pack_tokens, anchors_per_pack = LARGE_PACK if facts.hidden_size >= LARGE_HIDDEN else SMALL_PACK
+    pack_tokens = recipe.pack_tokens or pack_tokens
+    steps = recipe.steps or max(1, math.ceil(recipe.epochs * facts.num_train_tokens / pack_tokens))
     warmup = min(PAPER_WARMUP_STEPS, math.ceil(0.04 * steps)) if recipe.warmup_steps is None else recipe.warmup_steps
     if warmup > steps:
         raise ConfigError(f"warmup_steps = {warmup}: more than steps = {steps}")
@@ -191,6 +197,8 @@ def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig
         recipe=recipe,
         drafter=drafter,
         label_layer=label_layer,
+        pack_tokens=pack_tokens,
+        anchors_per_pack=recipe.anchors_per_pack or anchors_per_pack,
         steps=steps,
         lr=recipe.lr or default_lr(facts.hidden_size),
         warmup_steps=warmup,

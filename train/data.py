@@ -112,8 +112,8 @@ def open_packs(
     windows = plan_windows(
         table,
         seed=recipe.seed,
-        pack_tokens=recipe.pack_tokens,
-        anchors_per_pack=recipe.anchors_per_pack,
+        pack_tokens=config.pack_tokens,
+        anchors_per_pack=config.anchors_per_pack,
         shuffle_tokens=recipe.shuffle_tokens,
     )
     windows = skip_packs(windows, first_step)

@@ -108,7 +108,8 @@ def grant_anchors(num_anchors: IntArray, total: int) -> IntArray:
 def choose_anchors(eligible: IntArray, quota: int, *, seed: int, epoch: int, row: int) -> IntArray:
     """Return `quota` of a row's eligible positions, sorted: the head of a permutation fixed by (seed, epoch, row)."""
     random = np.random.default_rng([seed, epoch, row])
-    return np.sort(random.permutation(eligible)[:quota])
+    chosen: IntArray = np.sort(random.permutation(eligible)[:quota])
+    return chosen
 
 
 def _pack_window(

@@ -99,7 +99,8 @@ def normed(states_NH: Tensor, head: TargetHead) -> Tensor:
 
 def most_likely(normed_NH: Tensor, head: TargetHead) -> Tensor:
     """Return the id [N] of the largest logit, int64; never more than a chunk of logits."""
-    parts = [(part @ head.head_weight.T).argmax(1) for part in normed_NH.split(LABEL_CHUNK_ROWS)]
+    chunks = torch.split(normed_NH, LABEL_CHUNK_ROWS)
+    parts = [(part @ head.head_weight.T).argmax(1) for part in chunks]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=normed_NH.device)
 
 

@@ -148,8 +148,8 @@ def test_sizes_come_from_the_text_config_of_a_wrapper_too() -> None:
     flat, nested = (resolve(Recipe(), facts(target_config=c), "float32") for c in (CONFIG, {"text_config": CONFIG}))
     assert flat == nested
     assert (flat.drafter.head_dim, flat.drafter.num_kv_heads, flat.drafter.rope_theta) == (32, 2, 1e7)
-    assert (flat.drafter.block_size, flat.lr, flat.steps) == (8, 2e-3, 293)
-    assert flat.warmup_steps == 12
+    assert (flat.drafter.block_size, flat.lr, flat.steps) == (8, 2e-3, 586)
+    assert flat.warmup_steps == 24
 
 
 def test_large_targets_get_block_16_the_papers_rate_and_its_warmup() -> None:
@@ -157,6 +157,7 @@ def test_large_targets_get_block_16_the_papers_rate_and_its_warmup() -> None:
         load_recipe("default", ["steps=100000"]), facts(hidden_size=2048, target_config={**CONFIG}), "float32"
     )
     assert (big.drafter.block_size, big.lr, big.warmup_steps) == (16, 6e-4, 2801)
+    assert (big.pack_tokens, big.anchors_per_pack) == (4096, 256)
     assert default_lr(768) == default_lr(64) == 2e-3
     assert default_lr(5120) == 6e-4
     assert 6e-4 < default_lr(1024) < 2e-3

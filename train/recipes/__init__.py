@@ -38,7 +38,8 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
             raise ConfigError(f"--set {override}: expected key=value")
         _check_key(key.strip(), f"--set {override}")
         values[key.strip()] = _parse(text.strip())
-    return Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Recipe(**given)
 
 
 def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
