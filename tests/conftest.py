@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import random
@@ -111,6 +112,18 @@ def chat_rows(count: int, seed: int = 0, max_reply_words: int = 40) -> list[dict
 def chat_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty-seven chat rows as JSON lines."""
     return write_jsonl(tmp_path_factory.mktemp("corpus") / "chat.jsonl", chat_rows(37))
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
+    """The folder of a tiny Qwen3.5-like multimodal wrapper: nested text_config, linear attention, (1 + w) norms."""
+    spec = importlib.util.spec_from_file_location("dflash_test_hybrid", Path(__file__).parent / "hybrid.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hybrid = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hybrid)
+    directory: Path = hybrid.save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), tiny_tokenizer_dir)
+    return directory
 
 
 @pytest.fixture(scope="session")

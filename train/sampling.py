@@ -99,7 +99,7 @@ def grant_anchors(num_anchors: IntArray, total: int) -> IntArray:
     if num_anchors.sum() <= total:
         return num_anchors.copy()
     exact = num_anchors * (total / num_anchors.sum())
-    quotas = np.floor(exact).astype(np.int64)
+    quotas: IntArray = np.floor(exact).astype(np.int64)
     leftover = total - int(quotas.sum())
     quotas[np.argsort(-(exact - quotas), kind="stable")[:leftover]] += 1
     return quotas

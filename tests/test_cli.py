@@ -1,0 +1,140 @@
+"""The whole path through the command line, on T and on the multimodal wrapper; JSON keys and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dflash_pipeline.cli import main
+
+SMALL = ["anchors_per_pack=12", "pack_tokens=400", "num_layers=2", "eval_rows=2", "heldout_share=0.2"]
+SETS = [word for setting in SMALL for word in ("--set", setting)]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def run_json(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("which", ["flat", "wrapper"])
+def test_corpus_to_export_on_a_flat_target_and_on_a_wrapper(
+    which: str, tiny_target_dir: Path, tiny_hybrid_dir: Path, chat_corpus: Path, tmp_path: Path
+) -> None:
+    target = tiny_target_dir if which == "flat" else tiny_hybrid_dir
+    cache, out, exported = tmp_path / "my cache", tmp_path / "run", tmp_path / "export"
+    extracted = run_json("extract", "--corpus", chat_corpus, "--target", target, "--out", cache, "--shard-tokens", 1500)
+    assert {
+        *("cache", "rows", "tokens", "resumed_rows", "skipped", "seconds", "tokens_per_second"),
+        *("state_bytes", "raw_state_bytes", "identity", "fingerprint"),
+    } <= set(extracted)
+    assert extracted["rows"] == 37
+    trained = run_json("train", "--cache", cache, "--out", out, "--steps", 6, *SETS)
+    keys = {"run", "steps", "final_loss", "seconds", "step_seconds", "data_wait_seconds", "peak_bytes"}
+    assert keys <= set(trained)
+    assert trained["cache_fingerprint"] == extracted["fingerprint"]
+    figures = run_json("evaluate", "--drafter", out, "--cache", cache)
+    assert {
+        *("rows", "verifications", "tokens", "tau", "per_slot_accuracy", "acceptance_rate", "on_policy_share"),
+        "baselines",
+    } <= set(figures)
+    assert set(figures["tau"]) == {"micro", "macro", "ci95"}
+    assert len(figures["per_slot_accuracy"]) == len(figures["acceptance_rate"]) == 7
+    assert figures["split"] == "heldout"
+    assert figures["estimate"] is True  # random words are not what T would write
+    written = run_json("export", "--run", out, "--out", exported)
+    assert {"out", "tensors", "bytes"} <= set(written)
+    assert written["tensors"] == 3 + 11 * 2
+    assert sorted(path.name for path in exported.iterdir()) == ["config.json", "model.safetensors"]
+    assert run_json("evaluate", "--drafter", exported, "--cache", cache)["tau"] == figures["tau"]
+    assert run_json("cache", "verify", cache)["ok"] is True
+    assert run_json("cache", "info", cache)["fingerprint"] == extracted["fingerprint"]
+
+
+def test_evaluate_says_estimate_wherever_it_prints_an_off_policy_tau(tiny_cache: Path, tmp_path: Path) -> None:
+    run_json("train", "--cache", tiny_cache, "--out", tmp_path / "run", "--steps", 2, *SETS)
+    printed = run("evaluate", "--drafter", tmp_path / "run", "--cache", tiny_cache).stdout
+    taus = [line for line in printed.splitlines() if line.startswith("│") and ("drafter" in line or "ngram" in line)]
+    assert len(taus) == 5
+    assert all("estimate" in line for line in taus)
+
+
+def test_print_config_shows_every_key_and_with_a_cache_every_resolved_value(tiny_cache: Path) -> None:
+    bare = json.loads(run("train", "--print-config").stdout)
+    assert bare["lr"] is None
+    resolved = json.loads(run("train", "--print-config", "--cache", tiny_cache, "--steps", 50).stdout)
+    assert (resolved["lr"], resolved["warmup_steps"], resolved["drafter"]["block_size"]) == (2e-3, 2, 8)
+    assert resolved["recipe"] == {**bare, "steps": 50}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--cache", "{cache}", "--out", "{out}", "--set", "gama=1"], "did you mean gamma"),
+        (["train", "--cache", "{corpus}", "--out", "{out}"], "{corpus}"),
+        (["evaluate", "--drafter", "{cache}", "--cache", "{cache}"], "holds no drafter"),
+        (["export", "--run", "{cache}", "--out", "{out}"], "holds no drafter"),
+        (["extract", "--corpus", "{corpus}", "--target", "{cache}", "--out", "{out}"], "{cache}"),
+        (["extract", "--corpus", "{corpus}", "--target", "{target}", "--out", "{out}", "--layers", "1,9"], "9"),
+        (["extract", "--corpus", "{corpus}", "--target", "{target}", "--out", "{out}", "--codec", "q9"], "lossless"),
+        (["cache", "verify", "{target}"], "{target}"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_1(
+    arguments: list[str], message: str, tiny_cache: Path, tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path
+) -> None:
+    places = {"cache": tiny_cache, "target": tiny_target_dir, "corpus": chat_corpus, "out": tmp_path / "out"}
+    result = run(*[argument.format(**places) for argument in arguments])
+    assert result.exit_code == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("dflash: ")]
+    assert len(lines) == 1
+    assert message.format(**places) in lines[0]
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_missing_option_is_a_usage_error_with_exit_code_2() -> None:
+    assert run("train").exit_code == 2
+    assert run("extract").exit_code == 2
+
+
+def test_dry_run_prints_the_estimate_and_writes_nothing(
+    tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "cache"
+    found = run_json("extract", "--corpus", chat_corpus, "--target", tiny_target_dir, "--out", out, "--dry-run")
+    assert {"rows", "tokens", "estimated_bytes", "free_bytes"} <= set(found)
+    assert not out.exists()
+
+
+TRAIN_UNDER_TRACE = """
+import os, sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+from dflash_pipeline.cli import main
+try:
+    main(["train", "--cache", sys.argv[1], "--out", sys.argv[2], "--steps", "2", *sys.argv[4:]])
+except SystemExit as end:
+    assert end.code in (0, None), end.code
+assert any(sys.argv[1] in path for path in opened)
+assert not [path for path in opened if sys.argv[3] in path], "the target was opened"
+assert "transformers" not in sys.modules
+"""
+
+
+def test_training_opens_no_file_of_the_target_and_does_not_import_transformers(
+    tiny_cache: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    arguments = [str(tiny_cache), str(tmp_path / "run"), str(tiny_target_dir), *SETS]
+    subprocess.run([sys.executable, "-c", TRAIN_UNDER_TRACE, *arguments], check=True, capture_output=True)
