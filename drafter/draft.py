@@ -61,7 +61,7 @@ def draft_blocks(
     context = model.context_features(states.to(model.fc.weight))
     embeds = _embeds(model, embed_tokens, tokens.to(torch.int64)[layout.anchors])
     hidden = model(embeds, context, layout, attention)
-    slots = hidden.view(layout.num_anchors, model.config.block_size, -1)[:, 1:]
+    slots = hidden.view(layout.num_anchors, model.config.block_size, hidden.shape[-1])[:, 1:]
     return argmax_tokens(slots.flatten(0, 1), head_weight).view(slots.shape[:2]).cpu()
 
 

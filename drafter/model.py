@@ -39,7 +39,8 @@ class RMSNorm(nn.Module):
 
 def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> CosSin:
     """Return cos and sin [N, 1, head_dim / 2] of the angles at `positions` [N], computed in float32."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def key_value(self, x: Tensor, cos_sin: CosSin) -> KeyValue:
         """Return rotated keys and values of `x` [N, H]; context features come as they are, without a layer norm."""

@@ -154,6 +154,8 @@ class _Trainer:
             lm_head=None if head.lm_head is None else head.lm_head.float().to(device),
             norm=head.norm.float().to(device),
         )
+        weight = self.head.head_weight
+        self.loss_head = weight.bfloat16() if config.precision == "bfloat16" else weight
         generator = torch.Generator().manual_seed(config.recipe.seed)
         self.model = DFlashDrafter(config.drafter)
         init_weights(self.model, generator)
@@ -174,7 +176,7 @@ class _Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         given = StepInput.prepare(pack, self.config, self.head, step, self.context_rms, self.label_rms, self.device)
-        loss, hits = training_loss(self.model, given, self.head, self.config)
+        loss, hits = training_loss(self.model, given, self.head.embed_tokens, self.loss_head, self.config)
         if not bool(torch.isfinite(loss)):
             raise TrainingError(
                 f"step {step + 1}: the loss is {loss.item()}; its rows: {', '.join(pack.row_ids[:8])}; "

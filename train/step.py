@@ -105,21 +105,21 @@ def most_likely(normed_NH: Tensor, head: TargetHead) -> Tensor:
 
 
 def training_loss(
-    model: DFlashDrafter, given: StepInput, head: TargetHead, config: ResolvedConfig, attention: str = "auto"
+    model: DFlashDrafter, given: StepInput, embed_VH: Tensor, head_VH: Tensor, config: ResolvedConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of a pack, weighted over all its supervised slots, and hits [N] bool."""
+    """Return the loss of a pack, weighted over all its supervised slots, and hits [N] bool.
+
+    `embed_VH` and `head_VH` are the target's, the head in the dtype that its products shall be computed in.
+    """
     device = given.states_TC.device
-    block_embeds = F.embedding(given.block_tokens_AB.flatten(), head.embed_tokens)
+    block_embeds = F.embedding(given.block_tokens_AB.flatten(), embed_VH)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
         context = model.context_features(given.states_TC)
-        hidden = model(block_embeds, context, given.layout, attention=attention)
+        hidden = model(block_embeds, context, given.layout)
     supervised_NH = hidden.float()[given.slots_N]
-    weight = head.head_weight
-    if config.precision == "bfloat16":
-        weight = weight.bfloat16()
     total, hits = weighted_loss(
         supervised_NH,
-        weight,
+        head_VH,
         given.labels_N,
         given.weights_N,
         teacher_NH=given.teacher_NH,

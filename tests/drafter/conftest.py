@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from dflash_pipeline.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.drafter.model import DFlashDrafter, init_weights

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from dflash_pipeline.drafter.attention import Scope, flex_attention, plain_attention
 from dflash_pipeline.drafter.config import DrafterConfig
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.drafter.model import DFlashDrafter
 from dflash_pipeline.errors import ConfigError
-from torch import Tensor
 
 ConfigOf = Callable[..., DrafterConfig]
 DrafterOf = Callable[..., DFlashDrafter]
@@ -42,7 +43,7 @@ def assert_same(model: DFlashDrafter, layout: PackLayout, tolerance: float) -> N
     plain = values_and_gradients(model, layout, "plain")
     fast = values_and_gradients(model, layout, "segment")
     for reference, found in zip(plain, fast, strict=True):
-        scale = max(float(reference.abs().max()), 1e-9) if reference.numel() else 1.0
+        scale = max(float(reference.abs().max()), 0.1) if reference.numel() else 1.0
         assert found.shape == reference.shape
         assert reference.numel() == 0 or float((found - reference).abs().max()) <= tolerance * scale
 

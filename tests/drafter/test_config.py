@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from dflash_pipeline.drafter.config import DrafterConfig
 from dflash_pipeline.errors import CheckpointError, ConfigError
 

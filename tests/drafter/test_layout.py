@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.errors import ConfigError
 

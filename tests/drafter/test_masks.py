@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.drafter.masks import dense_mask, mask_mod, segment_tiles
-from torch import Tensor
 
 LayoutOf = Callable[..., PackLayout]
 CPU = torch.device("cpu")

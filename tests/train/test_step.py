@@ -92,7 +92,7 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(cache: CacheReader, 
     expected = reference_loss(bench, pack, plain, given.labels_N)
     expected.backward()
     model = bench.model()
-    loss, _ = training_loss(model, given, bench.head, bench.config)
+    loss, _ = training_loss(model, given, bench.head.embed_tokens, bench.head.head_weight, bench.config)
     loss.backward()
     assert abs(loss.item() - expected.item()) / expected.item() < 1e-5
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -158,7 +158,7 @@ def test_bug_soft_kl_changes_the_loss_and_the_weights_alone(cache: CacheReader) 
     model = bug.model()
     hidden, head = [], bug.head
     model.norm.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
-    loss, _ = training_loss(model, given, head, bug.config)
+    loss, _ = training_loss(model, given, head.embed_tokens, head.head_weight, bug.config)
     logits = hidden[0][given.slots_N] @ head.head_weight.T
     p = (given.teacher_NH @ head.head_weight.T / 2).softmax(1)
     soft = 4 * (p * (p.log() - (logits / 2).log_softmax(1))).sum(1)
