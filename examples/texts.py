@@ -61,12 +61,20 @@ class Function:
     explanation: str
     """What each parameter is, in sentences; empty where there is none to explain."""
 
-    def document(self, source: random.Random) -> tuple[str, str]:
-        """Return (user's message, assistant's reply) of a kind and a cut drawn from `source`."""
-        if source.random() < EXPLAIN_SHARE and self.explanation:
-            return EXPLAIN + "\n".join(self.lines[: self.first_body_line]), self.explanation
+    def complete(self, source: random.Random) -> tuple[str, str]:
+        """Return (user's message, assistant's reply): the first lines, cut where `source` says, and the rest."""
         cut = source.randint(self.first_body_line, max(self.first_body_line, len(self.lines) * 2 // 3))
         return COMPLETE + "\n".join(self.lines[:cut]), "\n".join(self.lines[cut:])
+
+    def explain(self) -> tuple[str, str]:
+        """Return (user's message, assistant's reply): the signature, and what each parameter is."""
+        return EXPLAIN + "\n".join(self.lines[: self.first_body_line]), self.explanation
+
+    def document(self, source: random.Random) -> tuple[str, str]:
+        """Return (user's message, assistant's reply) of a kind that `source` draws."""
+        if source.random() < EXPLAIN_SHARE and self.explanation:
+            return self.explain()
+        return self.complete(source)
 
 
 def standard_library_functions(root: Path | None = None) -> list[Function]:
@@ -94,7 +102,7 @@ def prompt_text(user: str) -> str:
     return f"{TURN_START}user\n{user}{TURN_END}\n{TURN_START}assistant\n"
 
 
-def explain(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def explanation_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Return one sentence per parameter, `self` and `cls` left out, or nothing where there is none."""
     arguments = function.args
     by_place = [*arguments.posonlyargs, *arguments.args]
@@ -140,5 +148,5 @@ def _functions_of(path: Path, name: str) -> Iterator[Function]:
             lines=lines,
             first_body_line=first,
             held_out=held_out,
-            explanation=explain(node),
+            explanation=explanation_of(node),
         )

@@ -40,7 +40,7 @@ class TargetRecipe:
     head_dim: int = 32
     rope_theta: float = 10000.0
     max_position_embeddings: int = 1024
-    num_steps: int = 1500
+    num_steps: int = 800
     batch_tokens: int = 3072
     max_length: int = 320
     matrix_learning_rate: float = 0.02
@@ -227,18 +227,23 @@ def save_target(model: Any, tokenizer: Any, out: Path) -> None:
     """
     model.to(torch.bfloat16)
     model.save_pretrained(out)
-    config_path = out / "config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    config["dtype"] = "float32"
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(out)
+    _edit_json(out / "config.json", dtype="float32")
+    _edit_json(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")  # known to every version
+    for path in out.iterdir():
+        path.chmod(0o644)
+
+
+def _edit_json(path: Path, **changes: str) -> None:
+    values = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     """Train the tokenizer and the model, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=TargetRecipe.num_steps)
     arguments = parser.parse_args()
     if arguments.out.exists():

@@ -2,7 +2,7 @@
 
     python -m dflash_pipeline.examples.write_corpus TARGET OUT.jsonl
 
-Each row carries the ids of prompt and reply beside their texts; the ids are what extraction reads.
+Each row carries the token ids of prompt and reply, as extraction reads them; the tokenizer gives their text.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ class CorpusRecipe:
     """How the corpus is written; the defaults made the file in this repository."""
 
     seed: int = 1
-    num_prompts: int = 1600
-    num_rows: int = 900
+    num_explain: int = 2600
+    """Prompts that ask what the parameters of a function are; functions of two parameters or more."""
+    num_complete: int = 1600
+    """Prompts that ask for the rest of a function; other functions."""
+    num_rows: int = 1400
+    """Rows to keep at most: the file and the target together stay under 4 MB."""
     max_prompt_tokens: int = 128
     max_new_tokens: int = 128
     min_reply_tokens: int = 24
+    max_shared: float = 0.75
+    """Share of a reply's 8-grams that may stand in one earlier reply."""
     batch_rows: int = 64
 
 
@@ -61,63 +67,48 @@ def greedy_replies(
 ) -> list[list[int]]:
     """Return the greedy reply of each prompt, `stop_id` included where the model wrote it.
 
-    The prompts must be of one length, so that no padding exists: what is written is what the model says of the
-    row alone, up to the last bits of the arithmetic. Equal logits go to the lowest id.
+    Shorter prompts are padded on the left and the padding is masked, so a reply is what the model says of its row
+    alone, up to the last bits of the arithmetic. Equal logits go to the lowest id.
     """
-    if len({len(prompt) for prompt in prompts}) != 1:
-        raise ValueError("prompts of one batch must have one length")
-    replies: list[list[int]] = [[] for _ in prompts]
-    active = list(range(len(prompts)))
-    output = model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-    for _ in range(max_new_tokens):
-        next_ids = output.logits[:, -1].argmax(-1).tolist()
-        for row, token in zip(active, next_ids, strict=True):
-            replies[row].append(token)
-        keep = [slot for slot, token in enumerate(next_ids) if token != stop_id]
-        if not keep:
-            break
-        cache = output.past_key_values
-        if len(keep) < len(active):
-            cache.batch_select_indices(torch.tensor(keep))
-            active = [active[slot] for slot in keep]
-        output = model(
-            input_ids=torch.tensor([[next_ids[slot]] for slot in keep]), past_key_values=cache, use_cache=True
-        )
-    return replies
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[stop_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    pads = torch.tensor([longest - len(prompt) for prompt in prompts])
+    written = model.generate(
+        input_ids=ids,
+        attention_mask=(torch.arange(longest) >= pads[:, None]).long(),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stop_id,
+        pad_token_id=stop_id,
+    )
+    replies: list[list[int]] = written[:, longest:].tolist()
+    return [reply[: reply.index(stop_id) + 1] if stop_id in reply else reply for reply in replies]
 
 
 def draw_prompts(
     functions: Sequence[Function], tokenizer: Any, recipe: CorpusRecipe
 ) -> list[tuple[Function, str, list[int]]]:
-    """Return (function, user's message, prompt ids): one document of each drawn function."""
+    """Return (function, user's message, prompt ids) in a random order, one prompt of each drawn function."""
     source = random.Random(recipe.seed)
-    drawn = source.sample(list(functions), len(functions))
+    left = {"explain": recipe.num_explain, "complete": recipe.num_complete}
     prompts = []
-    for function in drawn:
-        user, _ = function.document(source)
+    for function in source.sample(list(functions), len(functions)):
+        kind = "explain" if left["explain"] and function.explanation.count("\n") >= 2 else "complete"
+        user = (function.explain() if kind == "explain" else function.complete(source))[0]
         ids = tokenizer(prompt_text(user))["input_ids"]
-        if len(ids) <= recipe.max_prompt_tokens:
+        if left[kind] and len(ids) <= recipe.max_prompt_tokens:
             prompts.append((function, user, ids))
-        if len(prompts) == recipe.num_prompts:
-            break
+            left[kind] -= 1
+    source.shuffle(prompts)
     return prompts
-
-
-def batches_of_one_length(lengths: Sequence[int], batch_rows: int) -> list[list[int]]:
-    """Return batches of indices whose lengths are equal, shortest first."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if not batches or lengths[batches[-1][0]] != lengths[index] or len(batches[-1]) == batch_rows:
-            batches.append([])
-        batches[-1].append(index)
-    return batches
 
 
 def keep_rows(rows: Sequence[dict[str, Any]], recipe: CorpusRecipe, rule: LoopRule) -> tuple[list[int], Counter[str]]:
     """Return the indices of the rows to keep, in order, and how many fell to each reason.
 
     Reasons, tried in this order: `too short`, `loop`, `duplicate prompt`, `duplicate reply`, `near duplicate` (more
-    than half of the reply's 8-grams stand in one kept reply), and `not needed` once there are enough rows.
+    than `max_shared` of the reply's different 8-grams stand in one kept reply), and
+    `not needed` once there are enough rows.
     """
     kept: list[int] = []
     reasons: Counter[str] = Counter()
@@ -140,7 +131,7 @@ def keep_rows(rows: Sequence[dict[str, Any]], recipe: CorpusRecipe, rule: LoopRu
             reason = "duplicate prompt"
         elif reply in replies:
             reason = "duplicate reply"
-        elif shared and max(shared.values()) > len(grams) / 2:
+        elif shared and max(shared.values()) > recipe.max_shared * len(grams):
             reason = "near duplicate"
         if reason is not None:
             reasons[reason] += 1
@@ -170,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path, help="the target's folder")
     parser.add_argument("out", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     recipe, rule = CorpusRecipe(), LoopRule()
@@ -178,7 +169,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     prompts = draw_prompts(standard_library_functions(), tokenizer, recipe)
     rows: list[dict[str, Any]] = [{} for _ in prompts]
-    for batch in batches_of_one_length([len(ids) for _, _, ids in prompts], recipe.batch_rows):
+    by_length = sorted(range(len(prompts)), key=lambda index: (len(prompts[index][2]), index))  # little padding
+    for start in range(0, len(by_length), recipe.batch_rows):
+        batch = by_length[start : start + recipe.batch_rows]
         replies = greedy_replies(
             model,
             [prompts[index][2] for index in batch],
@@ -186,13 +179,11 @@ def main() -> None:
             stop_id=tokenizer.eos_token_id,
         )
         for index, reply in zip(batch, replies, strict=True):
-            function, user, ids = prompts[index]
+            function, _, ids = prompts[index]
             ended = reply[-1] == tokenizer.eos_token_id
             rows[index] = {
                 "id": f"python-{index:05d}",
                 "source": function.name,
-                "prompt": user,
-                "completion": tokenizer.decode(reply[:-1] if ended else reply),
                 "prompt_ids": ids,
                 "completion_ids": reply,
                 "finish_reason": "stop" if ended else "length",

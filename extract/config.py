@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..store.codecs import CODECS
+from ..store.codecs import check_codec
 from ..target import TargetConfig
 
 
@@ -63,8 +63,7 @@ class ExtractConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value}: expected at least 1")
-        if self.codec not in CODECS:
-            raise ConfigError(f"codec {self.codec!r}: expected one of {', '.join(CODECS)}")
+        check_codec(self.codec)
         self.target_config()  # checks dtype and device
 
     def target_config(self) -> TargetConfig:

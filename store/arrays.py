@@ -1,4 +1,4 @@
-"""The arrays of one shard as a zarr v3 group: their schema, writing them, reading token ranges of them.
+"""The arrays of one shard, a zarr v3 group: their schema, and reading token ranges of them.
 
 N tokens, R rows, H hidden, K top tokens, U bytes of row ids.
 
@@ -13,14 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zarr
-from zarr.storage import LocalStore
-
 from ..errors import CacheCorrupt
 from .codecs import Pipeline, pipeline_for
 from .decode import Array, Run, check_metadata, read_runs
-from .encode import write_data
 from .identity import Identity
 from .layout import chunk_file, safe_join, states_name
 from .record import FileRecord, ShardRecord, check_size, digest_file
@@ -69,33 +64,6 @@ def shard_schema(
             )
         )
     return {spec.name: spec for spec in specs}
-
-
-def create_group(directory: Path) -> Any:
-    """Make an empty zarr v3 group in a folder."""
-    return zarr.create_group(store=LocalStore(directory), zarr_format=3)
-
-
-def write_array(directory: Path, group: Any, spec: ArraySpec, codec: str, data: Array) -> None:
-    """Write one array whole, as one zarr shard with every inner chunk stored."""
-    if data.shape != spec.shape or data.dtype != np.dtype(spec.dtype):
-        raise ValueError(f"array {spec.name}: expected {spec.shape} {spec.dtype}, got {data.shape} {data.dtype}")
-    pipeline = spec.pipeline(codec)
-    chunk = (pipeline.chunk_items, *spec.shape[1:])
-    whole = (-(-spec.shape[0] // chunk[0]) * chunk[0], *spec.shape[1:])
-    group.create_array(
-        spec.name,
-        shape=spec.shape,
-        dtype=spec.dtype,
-        chunks=chunk,
-        shards=whole,
-        filters=(),
-        compressors=pipeline.compressors,
-        fill_value=0,
-        attributes=spec.attributes,
-        config={"write_empty_chunks": True},
-    )
-    write_data(directory / chunk_file(spec.name, len(spec.shape)), data, pipeline)
 
 
 class ShardArrays:

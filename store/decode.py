@@ -11,6 +11,7 @@ uint64 in the order of the chunks, then the index' crc32c. Each encoded chunk is
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ Run = tuple[int, int]
 INDEX_ENTRY_BYTES = 16
 CHECKSUM_BYTES = 4
 BLOSC_HEADER_BYTES = 16
+MAX_RATIO = 2**15  # zstd spends at least 4 bytes on each 128 KiB: a file that promises more is refused unallocated
 
 
 def read_runs(
@@ -53,6 +55,8 @@ def read_runs(
             if size != num_bytes:
                 raise _corrupt(path, f"expected {num_bytes} bytes, found {size}")
             index = _read_index(file, path, size, -(-shape[0] // pipeline.chunk_items))
+            if math.prod(shape) * np.dtype(dtype).itemsize > size * MAX_RATIO:
+                raise _corrupt(path, f"{size} bytes cannot hold an array of shape {shape} and type {dtype}")
             scratch = np.empty(int(index[:, 1].max()), dtype=np.uint8)
             return [_read_run(file, path, shape, dtype, pipeline, index, scratch, run) for run in runs]
     except FileNotFoundError as error:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import DflashError
 from .layout import TEMP_PREFIX
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def explained(cache: Path) -> Iterator[None]:
+    """Turn the errors of a full disk or a folder that may not be written into one line that says what to do.
+
+    Raises:
+        DflashError: instead of such an OSError; others pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise DflashError(
+                f"{cache}: no space left on the disk; the shards written so far are safe: free some space and run the "
+                "same command again"
+            ) from error
+        if error.errno in FORBIDDEN:
+            raise DflashError(f"{cache}: cannot be written ({error.strerror}); use another --out") from error
+        raise
 
 
 def fsync_path(path: Path) -> None:

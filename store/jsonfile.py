@@ -143,7 +143,7 @@ class Fields:
     def _text(self, key: str, value: object) -> str:
         if type(value) is not str:
             self.fail(key, "a string", value)
-        if any("\ud800" <= character <= "\udfff" for character in value) if not value.isascii() else False:
+        if not is_text(value):
             self.fail(key, "text without lone surrogates", value)
         return value
 
@@ -190,6 +190,11 @@ class Fields:
         """Return an object of names and counts."""
         child = self.child(key)
         return {name: child.integer(name) for name in child.values}
+
+
+def is_text(value: str) -> bool:
+    """Tell whether UTF-8 can hold a string (JSON can spell lone surrogates, which it cannot)."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def is_hexadecimal(value: str, digits: int) -> bool:

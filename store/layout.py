@@ -8,7 +8,7 @@ anything outside its own folder.
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,21 +60,22 @@ def chunk_file(array: str, ndim: int) -> str:
     return f"{array}/c/" + "/".join("0" * ndim)
 
 
+def is_plain(relative: str) -> bool:
+    """Tell whether a path read from a file stays inside its root: relative, without `.`, `..` or odd characters."""
+    return not any(part in ("", ".", "..") for part in relative.split("/")) and not any(
+        character in relative for character in "\\\0:"
+    )
+
+
 def safe_join(root: Path, relative: str) -> Path:
     """Join a path read from a file to its root.
 
     Raises:
-        CacheCorrupt: the path is absolute, empty, or climbs out of the root.
+        CacheCorrupt: the path is absolute, empty, or could leave the root.
     """
-    parts = relative.split("/")
-    if (
-        not relative
-        or PurePosixPath(relative).is_absolute()
-        or any(part in ("", ".", "..") for part in parts)
-        or any(character in relative for character in "\\\0:")
-    ):
+    if not is_plain(relative):
         raise CacheCorrupt(f"{root}: the cache names the file {relative!r}, which is not a plain path inside it")
-    return root.joinpath(*parts)
+    return root.joinpath(*relative.split("/"))
 
 
 def file_size(path: Path) -> int | None:

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import CacheMissing, ConfigError
 from .durable import write_atomic
 from .identity import CorpusFile, Identity, parse_identity
-from .jsonfile import digest_json, is_hexadecimal, read_sealed, seal
+from .jsonfile import digest_json, is_hexadecimal, is_text, read_sealed, seal
 from .layout import FORMAT_VERSION, MAX_HIDDEN, MAX_ROW_TOKENS, MAX_VOCAB, PLAN, IntArray
 
 __all__ = [
@@ -83,6 +83,8 @@ class Plan:
             raise ConfigError(f"plan: shard_rows must be positive and add up to {num_rows} rows")
         if len(set(self.row_ids)) != num_rows or "" in set(self.row_ids):
             raise ConfigError("plan: row ids must be different and not empty")
+        if not is_text("".join(self.row_ids)):
+            raise ConfigError("plan: a row id holds a lone surrogate, which no file can store")
 
     def _check_values(self) -> None:
         tokens, prompt, anchors = self.num_tokens, self.num_prompt_tokens, self.num_anchors

@@ -20,12 +20,11 @@ from .codecs import CODECS
 from .decode import Array, Run
 from .head import TargetHead, read_head
 from .jsonfile import parse_json, read_bytes
-from .layout import MANIFEST, PLAN, STATS, TARGET, IntArray, shard_dir, states_name
+from .layout import MANIFEST, PLAN, RECORD, STATS, TARGET, IntArray, shard_dir, states_name
 from .manifest import check_manifest, read_manifest
 from .plan import Plan, read_plan
-from .record import ShardRecord, check_size, digest_file
-from .rows import Row
-from .shard import TORCH_DTYPES, as_states
+from .record import check_size, digest_file, read_record
+from .rows import TORCH_DTYPES, Row, as_states
 from .stats import channel_rms, read_sums
 
 
@@ -135,7 +134,7 @@ class CacheReader:
         arrays = self._shard_arrays(shard)
         starts = self._offsets - self._offsets[first]
         ranges = [(int(starts[row]), int(starts[row + 1])) for row in wanted]
-        columns = {name: _read_ranges(arrays, name, ranges) for name in names}
+        columns = {name: self._read_ranges(arrays, name, ranges) for name in names}
         return [
             self._row(row, {name: columns[name][place] for name in names}, layers) for place, row in enumerate(wanted)
         ]
@@ -221,13 +220,34 @@ class CacheReader:
     def _shard_arrays(self, shard: int) -> ShardArrays:
         arrays = self._arrays.get(shard)
         if arrays is None:
-            record: ShardRecord = self.manifest.shards[shard]
+            record = self.manifest.shards[shard]
+            directory = shard_dir(self.path, shard)
+            if read_record(directory, self.layer_ids) != record:
+                raise CacheCorrupt(
+                    f"{directory / RECORD}: not the record in the manifest: this shard is another cache's"
+                )
             first, last = int(self._shard_rows[shard]), int(self._shard_rows[shard + 1])
             id_bytes = sum(len(name.encode()) for name in self.row_ids[first:last])
             identity = self.manifest.identity
             schema = shard_schema(identity, self.hidden_size, record.num_tokens, record.num_rows, id_bytes)
-            arrays = self._arrays[shard] = ShardArrays(shard_dir(self.path, shard), record, schema, identity.codec)
+            arrays = self._arrays[shard] = ShardArrays(directory, record, schema, identity.codec)
         return arrays
+
+    def _read_ranges(self, arrays: ShardArrays, name: str, ranges: list[Run]) -> list[Array]:
+        """Read token ranges, in any order, decoding each chunk once; the results are views."""
+        runs = arrays.chunk_runs(name, sorted(ranges))
+        pieces = arrays.read(name, runs)
+        limit = {"loss_mask": 2, "top_ids": self.vocab_size, "tokens": 2**31}.get(name)
+        for piece in pieces:
+            if limit is not None and (piece.min() < 0 or piece.max() >= limit):
+                raise CacheCorrupt(f"{arrays.directory}: {name}: a value outside 0..{limit - 1}; extract it again")
+        firsts = np.asarray([start for start, _ in runs])
+        found = []
+        for start, stop in ranges:
+            place = int(np.searchsorted(firsts, start, side="right")) - 1
+            offset = runs[place][0]
+            found.append(pieces[place][start - offset : stop - offset])
+        return found
 
     def _row(self, row: int, columns: dict[str, Array], layers: tuple[int, ...]) -> Row:
         dtype = self.manifest.identity.dtype
@@ -242,19 +262,6 @@ class CacheReader:
             top_logprobs=torch.zeros(num_tokens, 0) if top_logprobs is None else torch.from_numpy(top_logprobs),
             final=as_states(columns["final"], dtype) if "final" in columns else None,
         )
-
-
-def _read_ranges(arrays: ShardArrays, name: str, ranges: list[Run]) -> list[Array]:
-    """Read token ranges, in any order, decoding each chunk once; the results are views."""
-    runs = arrays.chunk_runs(name, sorted(ranges))
-    pieces = arrays.read(name, runs)
-    firsts = np.asarray([start for start, _ in runs])
-    found = []
-    for start, stop in ranges:
-        place = int(np.searchsorted(firsts, start, side="right")) - 1
-        offset = runs[place][0]
-        found.append(pieces[place][start - offset : stop - offset])
-    return found
 
 
 def _reopen(path: Path, fingerprint: str) -> CacheReader:

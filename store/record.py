@@ -14,7 +14,7 @@ import xxhash
 
 from ..errors import CacheCorrupt, CacheMissing
 from .jsonfile import Fields, canonical_bytes, digest_bytes, read_sealed, seal
-from .layout import FORMAT_VERSION, RECORD, file_size, safe_join
+from .layout import FORMAT_VERSION, RECORD, file_size, is_plain, safe_join
 
 READ_BYTES = 2**22
 
@@ -86,7 +86,8 @@ def parse_files(source: Fields) -> dict[str, FileRecord]:
     """Read file records from untrusted JSON; every path must be a plain one inside its folder."""
     files = {}
     for name in source.values:
-        safe_join(source.path.parent, name)
+        if not is_plain(name):
+            source.fail("", "plain paths inside the folder", name)
         entry = source.child(name)
         entry.only("bytes", "xxh3")
         files[name] = FileRecord(num_bytes=entry.integer("bytes"), xxh3=entry.hexadecimal("xxh3"))
@@ -114,6 +115,7 @@ def parse_layers(source: Fields, layer_ids: tuple[int, ...]) -> dict[int, LayerS
 
 def parse_record(source: Fields, layer_ids: tuple[int, ...]) -> ShardRecord:
     """Read a shard's record from untrusted JSON."""
+    source.only("format", "digest", "shard", "rows", "tokens", "dropped", "files", "layers")
     dropped = source.child("dropped")
     return ShardRecord(
         shard=source.integer("shard"),
@@ -138,7 +140,6 @@ def read_record(directory: Path, layer_ids: tuple[int, ...]) -> ShardRecord:
         CacheCorrupt: it is damaged.
     """
     source = read_sealed(directory / RECORD)
-    source.only("format", "digest", "shard", "rows", "tokens", "dropped", "files", "layers")
     source.integer("format", FORMAT_VERSION, FORMAT_VERSION)
     return parse_record(source, layer_ids)
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .decode import Array
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,3 +38,17 @@ class Row:
     top_ids: Tensor
     top_logprobs: Tensor
     final: Tensor | None = None
+
+
+def as_stored(states: Tensor) -> Array:
+    """Return states as numpy stores them: bfloat16 as its uint16 bit pattern."""
+    if states.dtype == torch.bfloat16:
+        states = states.view(torch.uint16)
+    stored: Array = states.contiguous().numpy()
+    return stored
+
+
+def as_states(stored: Array, dtype: str) -> Tensor:
+    """Return stored states as a tensor: the inverse of `as_stored`, without a copy."""
+    tensor = torch.from_numpy(stored)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

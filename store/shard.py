@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMismatch
-from .arrays import STORED_DTYPE, create_group, shard_schema, write_array
+from .arrays import STORED_DTYPE, shard_schema
 from .decode import Array
+from .encode import create_group, write_array
 from .layout import STATS, IntArray, states_name
 from .plan import Plan, count_anchors, hash_prompt
 from .record import LayerStats, ShardRecord, record_files
-from .rows import Row
+from .rows import TORCH_DTYPES, Row, as_stored
 from .stats import ChannelSums, measure, sums_bytes
-
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def order_rows(plan: Plan, shard: int, rows: list[Row], dropped: Mapping[str, list[str]]) -> list[Row]:
@@ -125,20 +124,6 @@ def write_shard_files(
         files=record_files(directory),
         layers=stats,
     )
-
-
-def as_stored(states: Tensor) -> Array:
-    """Return states as numpy stores them: bfloat16 as its uint16 bit pattern."""
-    if states.dtype == torch.bfloat16:
-        states = states.view(torch.uint16)
-    stored: Array = states.contiguous().numpy()
-    return stored
-
-
-def as_states(stored: Array, dtype: str) -> Tensor:
-    """Return stored states as a tensor: the inverse of `as_stored`, without a copy."""
-    tensor = torch.from_numpy(stored)
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
 def _small_arrays(rows: list[Row], lengths: IntArray, ids: list[bytes]) -> dict[str, Array]:

@@ -8,7 +8,6 @@ T tokens, N tokens of a shard, H hidden, K top tokens.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, DflashError, TargetError
 from .codecs import check_codec
-from .durable import commit_dir, fsync_path, make_temporary_dir, remove_stale, write_atomic
+from .durable import commit_dir, explained, fsync_path, make_temporary_dir, remove_stale, write_atomic
 from .head import TargetHead, write_head
 from .layout import LOCK, MANIFEST, PLAN, SHARDS, STATS, TARGET, TEMP_PREFIX, shard_dir, shard_name
 from .manifest import Manifest, build_manifest, check_manifest, read_manifest, write_manifest
@@ -67,7 +66,7 @@ class CacheWriter:
             versions: package versions for the manifest; part of no hash.
 
         Raises:
-            DflashError: another writer holds the lock.
+            DflashError: another writer holds the lock, the disk is full, or the folder may not be written.
             CacheMismatch: the folder holds a cache of another plan, or something that is no cache.
             CacheCorrupt: the cache there is complete and damaged.
             ConfigError: the codec does not exist, or the head does not fit the plan.
@@ -80,16 +79,17 @@ class CacheWriter:
             )
         cache = Path(path).absolute()
         _refuse_strangers(cache)
-        cache.mkdir(parents=True, exist_ok=True)
-        writer = cls(cache, plan, _acquire(cache), versions)
-        try:
-            remove_stale(cache, cache / SHARDS)
-            writer._start_or_match()
-            writer._store_target(head, target_files)
-            writer._find_committed()
-        except BaseException:
-            writer.close()
-            raise
+        with explained(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            writer = cls(cache, plan, _acquire(cache), versions)
+            try:
+                remove_stale(cache, cache / SHARDS)
+                writer._start_or_match()
+                writer._store_target(head, target_files)
+                writer._find_committed()
+            except BaseException:
+                writer.close()
+                raise
         return writer
 
     @property
@@ -117,19 +117,15 @@ class CacheWriter:
         if shard in self._records:
             raise CacheMismatch(f"{self.path}: shard {shard} is written already; a shard is written once")
         ordered = order_rows(self.plan, shard, list(rows), dropped)
-        temporary = make_temporary_dir(self.path / SHARDS, shard_name(shard))
-        try:
-            record = write_shard_files(temporary, self.plan, shard, ordered, dropped)
-            write_record(temporary, record)
-            commit_dir(temporary, shard_dir(self.path, shard))
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DflashError(
-                    f"{self.path}: no space left on the disk while writing shard {shard}; the shards before it are "
-                    "safe: free some space and run the same command again"
-                ) from error
-            raise
+        with explained(self.path):
+            temporary = make_temporary_dir(self.path / SHARDS, shard_name(shard))
+            try:
+                record = write_shard_files(temporary, self.plan, shard, ordered, dropped)
+                write_record(temporary, record)
+                commit_dir(temporary, shard_dir(self.path, shard))
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
         self._records[shard] = record
 
     def finish(self) -> Manifest:
@@ -138,6 +134,7 @@ class CacheWriter:
         Raises:
             CacheIncomplete: shards are missing.
             TargetError: every row was dropped.
+            DflashError: the disk is full.
         """
         if self._manifest is not None:
             return self._manifest
@@ -154,12 +151,14 @@ class CacheWriter:
         layer_ids, hidden = self.plan.identity.layer_ids, self.plan.hidden_size
         stored = [record.shard for record in records if record.num_rows]
         sums = add_sums([read_sums(shard_dir(self.path, shard), layer_ids, hidden) for shard in stored])
-        write_atomic(self.path / STATS, sums_bytes(sums))
-        files = {f"{TARGET}/{name}": record for name, record in record_files(self.path / TARGET).items()}
-        files |= {name: digest_file(self.path / name) for name in (PLAN, STATS)}
-        self._manifest = build_manifest(self.plan, records, files, self.versions)
-        write_manifest(self.path, self._manifest)
-        return self._manifest
+        with explained(self.path):
+            write_atomic(self.path / STATS, sums_bytes(sums))
+            files = {f"{TARGET}/{name}": record for name, record in record_files(self.path / TARGET).items()}
+            files |= {name: digest_file(self.path / name) for name in (PLAN, STATS)}
+            manifest = build_manifest(self.plan, records, files, self.versions)
+            write_manifest(self.path, manifest)
+        self._manifest = manifest
+        return manifest
 
     def close(self) -> None:
         """Release the lock. A cache that is not finished stays unfinished."""
@@ -196,6 +195,7 @@ class CacheWriter:
                 f"{self.path}: holds a cache whose rows differ from the ones planned now, though its inputs are the "
                 "same: another version of transformers tokenizes otherwise; use another --out, or delete that folder"
             )
+        self.plan = found  # the same in all that counts; its names are the ones the cache was begun with
 
     def _store_target(self, head: TargetHead, target_files: Callable[[Path], None]) -> None:
         """Store the target's head, config and tokenizer once."""

@@ -90,7 +90,10 @@ def describe_target(config: TargetConfig) -> TargetDescription:
         model_config = AutoConfig.from_pretrained(config.name, **options)
         text_config = model_config.get_text_config(decoder=True)
     except Exception as error:
-        raise TargetError(f"target {config.name}: its configuration cannot be read: {first_line(error)}") from error
+        missing = "" if Path(config.name).exists() else " (there is no folder of this name either)"
+        raise TargetError(
+            f"target {config.name}: its configuration cannot be read: {first_line(error)}{missing}"
+        ) from error
     if model_config.is_encoder_decoder:
         raise TargetError(f"target {config.name}: {model_config.model_type} is an encoder-decoder, not a causal model")
     try:

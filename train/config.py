@@ -73,7 +73,7 @@ class Recipe:
     # held-out rows and checkpoints
     heldout_share: float = 0.05
     eval_every: int | None = None
-    eval_rows: int = 32
+    eval_rows: int = 16
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
 
@@ -202,7 +202,7 @@ def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig
         steps=steps,
         lr=recipe.lr or default_lr(facts.hidden_size),
         warmup_steps=warmup,
-        eval_every=recipe.eval_every or max(1, math.ceil(steps / 10)),
+        eval_every=recipe.eval_every or max(1, math.ceil(steps / 6)),
         checkpoint_every=recipe.checkpoint_every or max(1, math.ceil(steps / 5)),
         precision=precision,
         target_dtype=facts.dtype,

@@ -123,8 +123,9 @@ def test_an_opened_think_tag_is_no_obstacle(tokenizer: Any) -> None:
 
 
 def test_a_reply_that_melts_into_its_header_is_refused_not_shifted(tokenizer: Any) -> None:
-    words = [token for token in tokenizer.get_vocab() if len(token) == 2 and token.isalpha()]
-    first, second = words[0]
+    first, second = min(
+        token for token in tokenizer.get_vocab() if len(token) == 2 and token.isascii() and token.isalpha()
+    )
     glued = (
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '" + first + "' + m['content'] }}"
         "{% else %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"

@@ -23,7 +23,7 @@ class Notes(SilentProgress):
     def notice(self, text: str) -> None:
         self.events.append(text)
 
-    def start(self, num_tokens: int, num_done: int) -> None:
+    def start(self, num_tokens: int, num_done: int) -> None:  # noqa: ARG002
         self.events.append("start")
 
 

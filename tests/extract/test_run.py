@@ -33,9 +33,8 @@ class Extracted:
         self.result = run_extract(config)
         self.cache: CacheReader = open_cache(config.out)
         self.target: Target = load_target(config.target_config())
-        self.rows: list[Row] = [
-            self.cache.read_row(index, final=config.keep_final) for index in range(self.cache.num_rows)
-        ]
+        indices = range(self.cache.num_rows)
+        self.rows: list[Row] = [self.cache.read_row(index, final=config.keep_final) for index in indices]
 
 
 @pytest.fixture(scope="module", params=["flat", "flat-bfloat16", "hybrid"])
