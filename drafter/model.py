@@ -191,13 +191,13 @@ def init_weights(model: DFlashDrafter, generator: torch.Generator, std: float = 
 
 
 @torch.no_grad()
-def init_from_statistics(model: DFlashDrafter, channel_rms: Tensor, embedding_std: float) -> None:
+def init_from_statistics(model: DFlashDrafter, channel_rms: Tensor, head_std: float) -> None:
     """Fit fresh weights to the scale of the target: a pure initialisation, no new tensor.
 
     fc's columns are divided by the RMS of their input channel, since a few channels of a hidden state hold nearly all
-    its energy; the final norm becomes 1 / (embedding_std * sqrt(H)), so that first logits have about unit variance.
+    its energy; the final norm becomes 1 / (head_std * sqrt(H)), so that first logits have about unit variance.
 
-    channel_rms: [K*H], at least 0; a channel that is always zero keeps its column. embedding_std: of the target's
+    channel_rms: [K*H], at least 0; a channel that is always zero keeps its column. head_std: of the target's
     head. Raises ConfigError where they do not fit. Source: ours, measured on SmolLM2.
     """
     hidden_size = model.config.hidden_size
@@ -205,8 +205,8 @@ def init_from_statistics(model: DFlashDrafter, channel_rms: Tensor, embedding_st
         (torch.isfinite(channel_rms) & (channel_rms >= 0)).all()
     ):
         raise ConfigError(f"channel_rms must be {model.fc.in_features} finite numbers of at least 0")
-    if not embedding_std > 0:
-        raise ConfigError(f"embedding_std must be positive, found {embedding_std}")
+    if not head_std > 0:
+        raise ConfigError(f"head_std must be positive, found {head_std}")
     scale = torch.where(channel_rms > 0, channel_rms, torch.ones_like(channel_rms))
     model.fc.weight /= scale.to(model.fc.weight)
-    model.norm.weight.fill_(1 / (embedding_std * hidden_size**0.5))
+    model.norm.weight.fill_(1 / (head_std * hidden_size**0.5))

@@ -160,7 +160,7 @@ class _Trainer:
         self.model = DFlashDrafter(config.drafter)
         init_weights(self.model, generator)
         self.context_rms = torch.cat([cache.channel_rms(layer) for layer in config.drafter.context_layer_ids]).float()
-        init_from_statistics(self.model, self.context_rms, float(embed.std()))
+        init_from_statistics(self.model, self.context_rms, float(weight.std()))
         self.model.to(device)
         self.optimizer = build_optimizer(self.model, config)
         self.label_rms = None if config.label_layer is None else cache.channel_rms(config.label_layer).float()

@@ -209,7 +209,7 @@ def test_statistics_level_the_context_channels_and_the_first_logits(config_of: C
     init_weights(model, torch.Generator().manual_seed(0))
     before = model.fc.weight.detach().clone()
     rms = torch.linspace(0, 40, 128)
-    init_from_statistics(model, rms, embedding_std=0.05)
+    init_from_statistics(model, rms, head_std=0.05)
     torch.testing.assert_close(model.fc.weight[:, 1:], before[:, 1:] / rms[1:])
     assert torch.equal(model.fc.weight[:, 0], before[:, 0])  # a channel that is always zero
     layout = PackLayout.single_row(10, [5])
@@ -224,5 +224,5 @@ def test_statistics_that_do_not_fit_are_refused(rms: Tensor, config_of: ConfigOf
     model = DFlashDrafter(config_of())
     with pytest.raises(ConfigError, match="channel_rms"):
         init_from_statistics(model, rms, 1.0)
-    with pytest.raises(ConfigError, match="embedding_std"):
+    with pytest.raises(ConfigError, match="head_std"):
         init_from_statistics(model, torch.ones(128), 0.0)
