@@ -25,7 +25,7 @@ from .config import Recipe, ResolvedConfig
 from .data import Pack, open_packs
 from .facts import choose_device, resolve_for, training_rows
 from .heldout import HeldOut
-from .optimizer import build_optimizer, learning_rate
+from .optimizer import build_optimizer, channel_scale, learning_rate, step_in_channel_units
 from .run_folder import DRAFTER, RunFolder
 from .step import StepInput, training_loss
 
@@ -162,6 +162,7 @@ class _Trainer:
         self.context_rms = torch.cat([cache.channel_rms(layer) for layer in config.drafter.context_layer_ids]).float()
         init_from_statistics(self.model, self.context_rms, float(weight.std()))
         self.model.to(device)
+        self.channel_scale = channel_scale(self.context_rms).to(device)
         self.optimizer = build_optimizer(self.model, config)
         self.label_rms = None if config.label_layer is None else cache.channel_rms(config.label_layer).float()
 
@@ -184,12 +185,11 @@ class _Trainer:
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.recipe.grad_clip)
-        self.optimizer.step()
+        norm = step_in_channel_units(self.optimizer, self.model, self.channel_scale, self.config.recipe.grad_clip)
         return {
             "epoch": pack.spec.epoch,
             "loss": loss.item(),
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             "lr": rate,
             "anchors": pack.layout.num_anchors,
             "supervised": len(hits),

@@ -1,12 +1,18 @@
-"""AdamW with the learning rate of a run: linear warmup, then a cosine down to zero at the last step."""
+"""AdamW with the learning rate of a run: linear warmup, then a cosine down to zero at the last step.
+
+`fc` alone is stepped in units of its input channels. Channels of a hidden state differ in RMS by factors of
+thousands, and Adam moves every weight by about the learning rate: without units, the few loudest channels would be
+shaken out of all proportion, and their gradient would take all of the clipped norm.
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..drafter.model import DFlashDrafter
 from .config import ResolvedConfig
 
 
@@ -27,3 +33,27 @@ def build_optimizer(model: nn.Module, config: ResolvedConfig) -> torch.optim.Ada
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.recipe.beta1, config.recipe.beta2), fused=True)
+
+
+def channel_scale(channel_rms: Tensor) -> Tensor:
+    """Return the unit [C] of each context channel: its RMS over the cache, 1 where that is zero."""
+    return torch.where(channel_rms > 0, channel_rms, torch.ones_like(channel_rms))
+
+
+@torch.no_grad()
+def step_in_channel_units(
+    optimizer: torch.optim.Optimizer, model: DFlashDrafter, scale: Tensor, grad_clip: float
+) -> float:
+    """Clip the gradient and step, both as if fc read its channels divided by `scale` [C]; return the norm.
+
+    With x = scale * u and W = V / scale, W x = V u: the gradient by V is that by W over scale, and a move of V moves W
+    by that over scale. Adam's own moments are blind to a constant factor, so nothing else changes.
+    """
+    weight = model.fc.weight
+    assert weight.grad is not None
+    weight.grad.div_(scale)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    before = weight.detach().clone()
+    optimizer.step()
+    weight.copy_(before + (weight - before) / scale)
+    return float(norm)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from dflash_pipeline.examples import embedded_corpus, embedded_target
 from dflash_pipeline.examples.texts import prompt_text
 from dflash_pipeline.examples.write_corpus import CorpusRecipe, LoopRule, greedy_replies, keep_rows
