@@ -17,7 +17,7 @@ from ..train.loop import TrainOptions, run_train
 from ..train.recipes import load_recipe
 from . import embedded_corpus, embedded_target
 
-RECIPE = ("num_layers=2", "steps=600", "anchors_per_pack=128", "eval_every=150", "eval_rows=16")
+RECIPE = ("num_layers=2", "steps=1000", "anchors_per_pack=128", "eval_every=250", "eval_rows=16")
 """What the demo sets over the recipe `default`: a small drafter for a small target."""
 
 
