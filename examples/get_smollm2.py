@@ -99,6 +99,7 @@ def _convert(gguf: Path, out: Path) -> None:
     )
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # transformers leaves it closed to other users
 
 
 def main() -> int:
