@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from dflash_pipeline.extract import ExtractConfig
-
-
-def helper(name: str) -> ModuleType:
-    """Load a module that lies beside the tests."""
-    path = Path(__file__).resolve().parents[1] / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"dflash_test_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def tiny_hybrid_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
-    """The folder of a tiny Qwen3.5-like multimodal wrapper."""
-    directory: Path = helper("hybrid").save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), tiny_tokenizer_dir)
-    return directory
 
 
 @pytest.fixture
