@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..drafter.checkpoint import LoadedDrafter, load_drafter
 from ..drafter.config import DrafterConfig
+from ..drafter.device import choose_device
 from ..drafter.draft import SlotCounts
 from ..drafter.walk import RowWalk, acceptance_rates, macro_tau, micro_tau
 from ..errors import CheckpointError, ConfigError
@@ -95,18 +96,6 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         "baselines_note": baselines.note,
         "seconds": time.perf_counter() - started,
     }
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device: `auto` is the GPU where there is one. ConfigError where it cannot be used."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def check_match(drafter: DrafterConfig, cache: CacheReader) -> None:

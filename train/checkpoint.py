@@ -7,7 +7,6 @@ step depends on (packs, anchors, noise, learning rate) is a function of the step
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from ..drafter.checkpoint import load_drafter, save_drafter
 from ..drafter.model import DFlashDrafter
 from ..errors import CheckpointError
+from ..store.durable import commit_dir
 
 _OPTIMIZER, _STATE = "optimizer.safetensors", "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,13 +60,9 @@ def save_checkpoint(
     save_drafter(beside, model, extra=extra)
     save_file(_moments(model, optimizer), beside / _OPTIMIZER)
     (beside / _STATE).write_text(json.dumps({"format": 1, "step": step}), encoding="utf-8")
-    for name in (_OPTIMIZER, _STATE):
-        _flush(beside / name)
-    _flush(beside)
     if path.exists():
         shutil.rmtree(path)
-    beside.rename(path)
-    _flush(path.parent)
+    commit_dir(beside, path)
     for old in list_checkpoints(run)[:-keep]:
         shutil.rmtree(old)
     return path
@@ -102,11 +98,3 @@ def _moments(model: DFlashDrafter, optimizer: torch.optim.Optimizer) -> dict[str
         for name, parameter in model.named_parameters()
         for moment in _MOMENTS
     }
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""What a run takes from a cache before it reads any shard, and the device it runs on."""
+"""What a run takes from a cache before it reads any shard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..drafter.device import choose_device
 from ..errors import ConfigError
 from ..store import CacheReader, open_cache
 from ..store.splits import split_rows
@@ -65,15 +66,3 @@ def training_rows(cache: CacheReader, heldout_share: float) -> RowTable:
         num_anchors=cache.num_anchors[index],
         shard=cache.row_shard[index],
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device: `auto` is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return device

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from .. import __version__
 from ..drafter.checkpoint import save_drafter
+from ..drafter.device import choose_device
 from ..drafter.model import DFlashDrafter, init_from_statistics, init_weights
 from ..errors import CacheMismatch, TrainingError
 from ..store import CacheReader, TargetHead, open_cache
 from .checkpoint import list_checkpoints, restore_checkpoint, save_checkpoint
 from .config import Recipe, ResolvedConfig
 from .data import Pack, open_packs
-from .facts import choose_device, resolve_for, training_rows
+from .facts import resolve_for, training_rows
 from .heldout import HeldOut
 from .optimizer import build_optimizer, channel_scale, learning_rate, step_in_channel_units
 from .run_folder import DRAFTER, RunFolder

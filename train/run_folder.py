@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ..errors import CacheMismatch, CheckpointError, ConfigError
+from ..store.durable import write_atomic
 from .config import ResolvedConfig
 
 CONFIG, METRICS, RESULT, DRAFTER = "config.json", "metrics.jsonl", "result.json", "drafter"
@@ -72,9 +72,7 @@ class RunFolder:
         path = self.path / METRICS
         if path.exists():
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            beside = path.with_suffix(".writing")
-            beside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-            beside.replace(path)
+            write_atomic(path, "".join(line + "\n" for line in lines).encode())
 
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -111,13 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object beside, flush and rename."""
-    beside = path.with_name(f".{path.name}.writing")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    """Write a JSON object; the path holds the old one or the new, never a part."""
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _holds_files(path: Path) -> bool:
