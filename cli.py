@@ -145,17 +145,15 @@ def train(
     "--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]"
 )
 @click.option("--baseline-cache", type=EXISTING, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
+@click.option("--diagnose", is_flag=True, help="Look behind tau: context, layers, mask, rotation, divergence.")
 @click.option("--device", default="auto", show_default=True)
 @json_option
-def evaluate(
-    drafter: Path, cache: Path, split: str | None, baseline_cache: Path | None, device: str, as_json: bool
-) -> None:
+def evaluate(as_json: bool, **options: Any) -> None:
     """Measure tau: tokens per verification that the drafter would earn."""
     from .evaluate.offline import EvaluateConfig, run_evaluate
     from .evaluate.render import render_evaluation
 
-    config = EvaluateConfig(drafter=drafter, cache=cache, split=split, baseline_cache=baseline_cache, device=device)
-    finish(run_evaluate(config, say), as_json, render_evaluation)
+    finish(run_evaluate(EvaluateConfig(**options), say), as_json, render_evaluation)
 
 
 @main.command()

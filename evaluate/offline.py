@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,23 @@ from ..drafter.checkpoint import LoadedDrafter, load_drafter
 from ..drafter.config import DrafterConfig
 from ..drafter.device import choose_device
 from ..drafter.draft import SlotCounts
+from ..drafter.model import DFlashDrafter
 from ..drafter.walk import RowWalk, acceptance_rates, macro_tau, micro_tau
 from ..errors import CheckpointError, ConfigError
 from ..store import CacheReader, Row, open_cache
 from ..store.splits import SPLITS, split_rows
 from .baselines import Baselines, TokenRow, ngram_baselines, read_token_rows
 from .bootstrap import micro_tau_interval
+from .diagnose import Diagnosis
 from .locate import locate_drafter
-from .measure import FrozenHead, measure_pack
+from .measure import FrozenHead, PackFigures, measure_pack
 
 ON_POLICY_BAR = 0.97
 PACK_TOKENS = 8192
 REPORT_SECONDS = 10.0
 
 Say = Callable[[str], None]
+Observer = Callable[[Sequence[Row], PackFigures], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class EvaluateConfig:
         cache: the rows and states to evaluate on.
         split: heldout, train or all; None is heldout where the drafter was trained on this cache, else all.
         baseline_cache: where the free n-gram's training rows are; None: the evaluated cache.
+        diagnose: also look behind the figures (`Diagnosis`); walks every row twice.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -52,6 +56,7 @@ class EvaluateConfig:
     cache: Path
     split: str | None = None
     baseline_cache: Path | None = None
+    diagnose: bool = False
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -68,7 +73,8 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
 
     Returns:
         The JSON object of `dflash evaluate --json`: rows, verifications, tokens, tau {micro, macro, ci95},
-        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, baselines, and what was evaluated.
+        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, baselines, and what was evaluated; with
+        `diagnose` what `Diagnosis.summary` returns.
 
     Raises:
         CheckpointError, CacheMissing, CacheCorrupt: the drafter or the cache cannot be read.
@@ -82,7 +88,10 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     check_match(drafter.config, cache)
     split, rows = choose_rows(config.split, drafter, cache)
     say(f"{directory}: {len(rows):,} rows ({split}) of {config.cache}")
-    figures = _measure(drafter, cache, rows, device, say)
+    model = drafter.model.to(device)
+    head = FrozenHead.of(cache.head(), model.fc.weight)
+    diagnosis = Diagnosis(model, head) if config.diagnose else None
+    figures = _measure(model, head, cache, rows, say, [diagnosis.add] if diagnosis else [])
     baselines = _baselines(config, drafter, cache, figures.rows)
     return {
         "drafter": str(directory),
@@ -92,6 +101,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         "split": split,
         "block_size": drafter.config.block_size,
         **figures.summary(drafter.config.block_size),
+        **(diagnosis.summary(cache, figures.on_policy / figures.supervised) if diagnosis else {}),
         "baselines": baselines.taus,
         "baselines_note": baselines.note,
         "seconds": time.perf_counter() - started,
@@ -177,17 +187,23 @@ class _Figures:
 
 
 def _measure(
-    drafter: LoadedDrafter, cache: CacheReader, rows: NDArray[np.int64], device: torch.device, say: Say
+    model: DFlashDrafter,
+    head: FrozenHead,
+    cache: CacheReader,
+    rows: NDArray[np.int64],
+    say: Say,
+    observers: Sequence[Observer],
 ) -> _Figures:
-    model = drafter.model.to(device)
-    head = FrozenHead.of(cache.head(), model.fc.weight)
-    zeros = torch.zeros(drafter.config.block_size - 1, dtype=torch.int64)
+    """Measure pack by pack; every observer sees each pack and what it yielded."""
+    zeros = torch.zeros(model.config.block_size - 1, dtype=torch.int64)
     token_rows: list[TokenRow] = []
     walks: list[RowWalk] = []
     slots, on_policy, supervised = SlotCounts(zeros, zeros), 0, 0
     started = spoke = time.perf_counter()
-    for indices, pack in _packs(cache, rows, drafter.config.context_layer_ids):
+    for indices, pack in _packs(cache, rows, model.config.context_layer_ids):
         found = measure_pack(model, head, pack)
+        for observe in observers:
+            observe(pack, found)
         walks += found.walks
         slots, on_policy, supervised = slots + found.slots, on_policy + found.on_policy, supervised + found.supervised
         for index, row in zip(indices, pack, strict=True):

@@ -17,6 +17,8 @@ def render_evaluation(result: Mapping[str, Any], console: Console | None = None)
     console = console or Console(highlight=False)
     console.print(_tau_table(result))
     console.print(_slot_table(result))
+    if "diagnosis" in result:
+        console.print(_layer_table(result["diagnosis"]))
     for line in _notes(result):
         console.print(line, markup=False)
 
@@ -47,6 +49,29 @@ def _slot_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
+def _layer_table(diagnosis: Mapping[str, Any]) -> Table:
+    table = Table("context layer", "RMS of its fc columns", "share of fc's output")
+    for layer in diagnosis["context_layers"]:
+        table.add_row(str(layer["layer_id"]), f"{layer['rms']:.2e}", f"{layer['output_share']:.1%}")
+    return table
+
+
+def _diagnosis_notes(result: Mapping[str, Any]) -> list[str]:
+    found, kind = result["diagnosis"], " (estimate)" if result["estimate"] else ""
+    checks = found["checks"]
+    lines = [
+        f"with the context zeroed{kind}: tau {result['context_zeroed_tau']:.3f}; the rest is what the states are worth",
+        "drafts accepted -> verifications: "
+        + ", ".join(f"{count} -> {times:,}" for count, times in enumerate(found["accepted_histogram"])),
+        f"{found['divergence_share']:.2%} of the tokens are not the target's own choice; they make "
+        f"{found['rejected_diverged_share']:.1%} of the rejections",
+        f"self-checks {'passed' if checks['ok'] else 'FAILED'}: relative errors: mask against later states "
+        f"{checks['mask_future_error']:.1e}, against the dense mask {checks['mask_plain_error']:.1e}, rotation "
+        f"{checks['rope_error']:.1e}",
+    ]
+    return lines if checks["reads_context"] else [*lines, "the drafter does not read its context at all"]
+
+
 def _notes(result: Mapping[str, Any]) -> list[str]:
     notes = [
         "micro: all tokens / all verifications; macro: mean of the rows' own means",
@@ -57,6 +82,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
             "estimate: too many tokens are not what this target would write, so decoding will differ; "
             "evaluate on completions of the target itself"
         )
+    notes += _diagnosis_notes(result) if "diagnosis" in result else []
     notes += [f"{label}: {result[key]}" for key, label in _WARNINGS.items() if result.get(key)]
     best = max(result["baselines"].values(), default=None)
     if best is not None and result["tau"]["micro"] <= best:
