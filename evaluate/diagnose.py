@@ -136,7 +136,7 @@ def self_checks(model: DFlashDrafter, head: FrozenHead, row: Row) -> dict[str, A
 
 
 def _rope_error(model: DFlashDrafter, states: Tensor) -> float:
-    """Compare keys at positions 0..T-1 with keys at position 0, rotated in float64 as Qwen3 does (halves, not pairs)."""
+    """Compare keys at positions 0..T-1 with keys at position 0 rotated in float64, as Qwen3 does: halves, not pairs."""
     context = model.context_features(states)
     positions = torch.arange(len(states))
     keys, at_zero = (

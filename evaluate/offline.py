@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..drafter.checkpoint import LoadedDrafter, load_drafter
 from ..drafter.config import DrafterConfig
 from ..drafter.device import choose_device
-from ..drafter.draft import SlotCounts
-from ..drafter.model import DFlashDrafter
-from ..drafter.walk import RowWalk, acceptance_rates, macro_tau, micro_tau
 from ..errors import CheckpointError, ConfigError
-from ..store import CacheReader, Row, open_cache
+from ..store import CacheReader, open_cache
 from ..store.splits import SPLITS, split_rows
 from .baselines import Baselines, TokenRow, ngram_baselines, read_token_rows
-from .bootstrap import micro_tau_interval
 from .diagnose import Diagnosis
+from .figures import Say, measure_rows
 from .locate import locate_drafter
-from .measure import FrozenHead, PackFigures, measure_pack
-
-ON_POLICY_BAR = 0.97
-PACK_TOKENS = 8192
-REPORT_SECONDS = 10.0
-
-Say = Callable[[str], None]
-Observer = Callable[[Sequence[Row], PackFigures], None]
+from .measure import FrozenHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +78,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     model = drafter.model.to(device)
     head = FrozenHead.of(cache.head(), model.fc.weight)
     diagnosis = Diagnosis(model, head) if config.diagnose else None
-    figures = _measure(model, head, cache, rows, say, [diagnosis.add] if diagnosis else [])
+    figures = measure_rows(model, head, cache, rows, say, [diagnosis.add] if diagnosis else [])
     baselines = _baselines(config, drafter, cache, figures.rows)
     return {
         "drafter": str(directory),
@@ -155,83 +142,6 @@ def choose_rows(split: str | None, drafter: LoadedDrafter, cache: CacheReader) -
     return split, rows
 
 
-@dataclass(frozen=True, eq=False)
-class _Figures:
-    """What all packs together yield."""
-
-    rows: list[TokenRow]
-    walks: list[RowWalk]
-    slots: SlotCounts
-    on_policy: int
-    supervised: int
-
-    def summary(self, block_size: int) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        tokens = np.array([walk.tokens for walk in self.walks])
-        verifications = np.array([walk.verifications for walk in self.walks])
-        share = self.on_policy / self.supervised
-        return {
-            "rows": len(self.walks),
-            "verifications": int(verifications.sum()),
-            "tokens": int(tokens.sum()),
-            "tau": {
-                "micro": micro_tau(self.walks),
-                "macro": macro_tau(self.walks),
-                "ci95": list(micro_tau_interval(tokens, verifications)),
-            },
-            "per_slot_accuracy": [None if math.isnan(value) else value for value in self.slots.accuracy],
-            "acceptance_rate": acceptance_rates(self.walks, block_size),
-            "on_policy_share": share,
-            "estimate": share < ON_POLICY_BAR,
-        }
-
-
-def _measure(
-    model: DFlashDrafter,
-    head: FrozenHead,
-    cache: CacheReader,
-    rows: NDArray[np.int64],
-    say: Say,
-    observers: Sequence[Observer],
-) -> _Figures:
-    """Measure pack by pack; every observer sees each pack and what it yielded."""
-    zeros = torch.zeros(model.config.block_size - 1, dtype=torch.int64)
-    token_rows: list[TokenRow] = []
-    walks: list[RowWalk] = []
-    slots, on_policy, supervised = SlotCounts(zeros, zeros), 0, 0
-    started = spoke = time.perf_counter()
-    for indices, pack in _packs(cache, rows, model.config.context_layer_ids):
-        found = measure_pack(model, head, pack)
-        for observe in observers:
-            observe(pack, found)
-        walks += found.walks
-        slots, on_policy, supervised = slots + found.slots, on_policy + found.on_policy, supervised + found.supervised
-        for index, row in zip(indices, pack, strict=True):
-            token_rows.append(TokenRow.of(row, int(cache.prompt_hash[index])))
-        if time.perf_counter() - spoke > REPORT_SECONDS:
-            spoke = time.perf_counter()
-            say(_progress_line(len(walks), len(rows), spoke - started))
-    return _Figures(token_rows, walks, slots, on_policy, supervised)
-
-
-def _packs(
-    cache: CacheReader, rows: NDArray[np.int64], layer_ids: tuple[int, ...]
-) -> Iterator[tuple[list[int], list[Row]]]:
-    """Yield row indices and rows, shard by shard, at most PACK_TOKENS tokens at once (or one longer row)."""
-    pack: list[int] = []
-    for index in [*rows.tolist(), None]:
-        full = pack and (
-            index is None
-            or cache.row_shard[index] != cache.row_shard[pack[0]]
-            or cache.num_tokens[[*pack, index]].sum() > PACK_TOKENS
-        )
-        if full:
-            yield pack, cache.read_shard(int(cache.row_shard[pack[0]]), layer_ids=layer_ids, rows=pack)
-            pack = []
-        if index is not None:
-            pack.append(index)
-
-
 def _baselines(config: EvaluateConfig, drafter: LoadedDrafter, cache: CacheReader, rows: list[TokenRow]) -> Baselines:
     """Fit on the training rows of the baseline cache; of a cache that the drafter never saw, on all of its rows."""
     source = open_cache(config.baseline_cache) if config.baseline_cache else cache
@@ -241,8 +151,3 @@ def _baselines(config: EvaluateConfig, drafter: LoadedDrafter, cache: CacheReade
     fit = split_rows(source.prompt_hash, drafter.extra.get("heldout_share") or 0.0, "train" if own else "all")
     block_size = drafter.config.block_size
     return ngram_baselines(read_token_rows(source, fit), rows, vocab_size=cache.vocab_size, block_size=block_size)
-
-
-def _progress_line(done: int, total: int, elapsed: float) -> str:
-    left = int((total - done) * elapsed / done)
-    return f"{done:,}/{total:,} rows  {done / elapsed:.1f} rows/s  {left // 60}:{left % 60:02d} left"
