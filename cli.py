@@ -145,6 +145,7 @@ def train(
     "--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]"
 )
 @click.option("--baseline-cache", type=EXISTING, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
+@click.option("--against", type=EXISTING, help="Another drafter, compared on the same rows and anchors.")
 @click.option("--diagnose", is_flag=True, help="Look behind tau: context, layers, mask, rotation, divergence.")
 @click.option("--device", default="auto", show_default=True)
 @json_option

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ..errors import CheckpointError, ConfigError
 from ..store import CacheReader, open_cache
 from ..store.splits import SPLITS, split_rows
 from .baselines import Baselines, TokenRow, ngram_baselines, read_token_rows
+from .compare import check_comparable, comparison, unseen_rows
 from .diagnose import Diagnosis
 from .figures import Say, measure_rows
 from .locate import locate_drafter
@@ -32,6 +33,7 @@ class EvaluateConfig:
         cache: the rows and states to evaluate on.
         split: heldout, train or all; None is heldout where the drafter was trained on this cache, else all.
         baseline_cache: where the free n-gram's training rows are; None: the evaluated cache.
+        against: another drafter to compare with, on the same rows.
         diagnose: also look behind the figures (`Diagnosis`); walks every row twice.
         device: auto, cpu, cuda or cuda:N.
 
@@ -43,6 +45,7 @@ class EvaluateConfig:
     cache: Path
     split: str | None = None
     baseline_cache: Path | None = None
+    against: Path | None = None
     diagnose: bool = False
     device: str = "auto"
 
@@ -61,7 +64,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     Returns:
         The JSON object of `dflash evaluate --json`: rows, verifications, tokens, tau {micro, macro, ci95},
         per_slot_accuracy, acceptance_rate, on_policy_share, estimate, baselines, and what was evaluated; with
-        `diagnose` what `Diagnosis.summary` returns.
+        `diagnose` what `Diagnosis.summary` returns, with `against` the object of that name (`comparison`).
 
     Raises:
         CheckpointError, CacheMissing, CacheCorrupt: the drafter or the cache cannot be read.
@@ -73,12 +76,18 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     drafter = load_drafter(directory)
     cache = open_cache(config.cache)
     check_match(drafter.config, cache)
-    split, rows = choose_rows(config.split, drafter, cache)
+    other = _load_other(config.against, directory, drafter, cache) if config.against else None
+    split, rows = choose_rows(config.split, drafter, cache, other.drafter if other else None)
     say(f"{directory}: {len(rows):,} rows ({split}) of {config.cache}")
     model = drafter.model.to(device)
     head = FrozenHead.of(cache.head(), model.fc.weight)
     diagnosis = Diagnosis(model, head) if config.diagnose else None
     figures = measure_rows(model, head, cache, rows, say, [diagnosis.add] if diagnosis else [])
+    against = {}
+    if other:
+        say(f"{other.directory}: the same rows")
+        theirs = measure_rows(other.drafter.model.to(device), head, cache, rows, say, [])
+        against = {"against": comparison(other.directory, figures, theirs, other.drafter)}
     baselines = _baselines(config, drafter, cache, figures.rows)
     return {
         "drafter": str(directory),
@@ -89,6 +98,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         "block_size": drafter.config.block_size,
         **figures.summary(drafter.config.block_size),
         **(diagnosis.summary(cache, figures.on_policy / figures.supervised) if diagnosis else {}),
+        **against,
         "baselines": baselines.taus,
         "baselines_note": baselines.note,
         "seconds": time.perf_counter() - started,
@@ -119,15 +129,34 @@ def check_match(drafter: DrafterConfig, cache: CacheReader) -> None:
         )
 
 
-def choose_rows(split: str | None, drafter: LoadedDrafter, cache: CacheReader) -> tuple[str, NDArray[np.int64]]:
+class _Other(NamedTuple):
+    directory: Path
+    drafter: LoadedDrafter
+
+
+def _load_other(path: Path, directory: Path, drafter: LoadedDrafter, cache: CacheReader) -> _Other:
+    """Load the drafter to compare with; refuse it, or the first one, where the two are not comparable."""
+    other = _Other(locate_drafter(path), load_drafter(locate_drafter(path)))
+    check_match(other.drafter.config, cache)
+    check_comparable(directory, drafter, cache)
+    check_comparable(other.directory, other.drafter, cache)
+    return other
+
+
+def choose_rows(
+    split: str | None, drafter: LoadedDrafter, cache: CacheReader, other: LoadedDrafter | None = None
+) -> tuple[str, NDArray[np.int64]]:
     """Return the split's name and the indices of its rows that have an anchor.
+
+    Where an `other` drafter is compared, held-out rows are held out from both: what either saw is no fair test.
 
     Raises:
         ConfigError: the split has no such rows, or the drafter does not say what was held out from it.
         CheckpointError: what the drafter records of its run is not a share.
     """
-    own = drafter.extra.get("cache_identity") == cache.identity
+    own = [each for each in (drafter, other) if each and each.extra.get("cache_identity") == cache.identity]
     split = split or ("heldout" if own else "all")
+    drafter = own[0] if own else drafter
     share = drafter.extra.get("heldout_share")
     if split != "all" and share is None:
         raise ConfigError(f"split {split}: this drafter does not say which share of rows was held out; use --split all")
@@ -139,6 +168,8 @@ def choose_rows(split: str | None, drafter: LoadedDrafter, cache: CacheReader) -
         held = f" (held-out share {share:g})" if share is not None and split != "all" else ""
         remedy = "extract rows whose replies have two tokens or more" if split == "all" else "try --split all"
         raise ConfigError(f"{cache.path}: no row to evaluate in split {split}{held}; {remedy}")
+    if other and split == "heldout":
+        rows = unseen_rows(rows, other, cache)
     return split, rows
 
 

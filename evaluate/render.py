@@ -29,6 +29,9 @@ def _tau_table(result: Mapping[str, Any]) -> Table:
     between = f"{low:.3f} to {high:.3f}" if result["rows"] > 1 else "one row: no interval"
     table = Table("tau" + kind, "micro", "95% of row resamples", "macro", title=_title(result), title_justify="left")
     table.add_row("drafter" + kind, f"{tau['micro']:.3f}", between, f"{tau['macro']:.3f}")
+    if "against" in result:
+        other = result["against"]
+        table.add_row("against" + kind, f"{other['tau']:.3f}", "", f"{other['macro_tau']:.3f}")
     for name, value in result["baselines"].items():
         table.add_row(f"free {name.replace('_', ' ')}" + kind, f"{value:.3f}", "", "")
     return table
@@ -72,6 +75,16 @@ def _diagnosis_notes(result: Mapping[str, Any]) -> list[str]:
     return lines if checks["reads_context"] else [*lines, "the drafter does not read its context at all"]
 
 
+def _against_note(result: Mapping[str, Any]) -> str:
+    other, kind = result["against"], " (estimate)" if result["estimate"] else ""
+    low, high = other["ci95"]
+    verdict = "no difference can be told" if low <= 0 <= high else "better" if low > 0 else "worse"
+    return (
+        f"against {other['drafter']}: {other['difference']:+.3f} tau{kind} (95% of paired row resamples {low:+.3f} to "
+        f"{high:+.3f}) over {other['anchors']:,} anchors of the same {other['rows']:,} rows: {verdict}"
+    )
+
+
 def _notes(result: Mapping[str, Any]) -> list[str]:
     notes = [
         "micro: all tokens / all verifications; macro: mean of the rows' own means",
@@ -82,6 +95,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
             "estimate: too many tokens are not what this target would write, so decoding will differ; "
             "evaluate on completions of the target itself"
         )
+    notes += [_against_note(result)] if "against" in result else []
     notes += _diagnosis_notes(result) if "diagnosis" in result else []
     notes += [f"{label}: {result[key]}" for key, label in _WARNINGS.items() if result.get(key)]
     best = max(result["baselines"].values(), default=None)

@@ -113,14 +113,14 @@ def _train(
                 metrics |= {"heldout": heldout.measure(trainer.model)} if heldout.num_rows else {}
             folder.append_metrics({"step": step, **metrics})
             if last or step % config.checkpoint_every == 0:
-                extra = drafter_record(config, step)
+                extra = drafter_record(config, cache, step)
                 save_checkpoint(
                     options.out, step, trainer.model, trainer.optimizer, extra, config.recipe.keep_checkpoints
                 )
             if last or "heldout" in metrics or time.perf_counter() - spoke > REPORT_SECONDS:
                 spoke = time.perf_counter()
                 say(_progress_line(step, config.steps, metrics, spoke - started, step - resumed_from, wait))
-    save_drafter(options.out / DRAFTER, trainer.model, extra=drafter_record(config, step))
+    save_drafter(options.out / DRAFTER, trainer.model, extra=drafter_record(config, cache, step))
     result = {
         "run": str(options.out),
         "steps": step,
@@ -201,8 +201,9 @@ class _Trainer:
         }
 
 
-def drafter_record(config: ResolvedConfig, step: int) -> dict[str, Any]:
+def drafter_record(config: ResolvedConfig, cache: CacheReader, step: int) -> dict[str, Any]:
     """Return what a drafter's config.json says of the run that made it."""
+    identity = cache.manifest.identity
     return {
         "version": __version__,
         "cache_identity": config.cache_identity,
@@ -211,6 +212,8 @@ def drafter_record(config: ResolvedConfig, step: int) -> dict[str, Any]:
         "label_source": config.recipe.label_source,
         "steps": step,
         "target_dtype": config.target_dtype,
+        "target_fingerprint": identity.target_fingerprint,
+        "tokenizer_hash": identity.tokenizer_hash,
     }
 
 
