@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..store import CacheReader
 from ..store.splits import heldout_rows
 from .bootstrap import paired_difference_interval
-from .figures import Figures
+from .walks import Figures
 
 _RECORDED = {"tokenizer_hash": "tokenizer", "target_fingerprint": "target"}
 

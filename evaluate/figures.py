@@ -1,111 +1,35 @@
-"""The figures of a drafter over rows of a cache: read pack by pack, measured, added up."""
+"""The figures of a set of walks, as JSON values: the same keys for offline walks, live decoding and trees."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from ..drafter.draft import SlotCounts
-from ..drafter.model import DFlashDrafter
 from ..drafter.walk import RowWalk, acceptance_rates, macro_tau, micro_tau
-from ..store import CacheReader, Row
-from .baselines import TokenRow
 from .bootstrap import micro_tau_interval
-from .measure import FrozenHead, PackFigures, measure_pack
-
-ON_POLICY_BAR = 0.97
-PACK_TOKENS = 8192
-REPORT_SECONDS = 10.0
-
-Say = Callable[[str], None]
-Observer = Callable[[Sequence[Row], PackFigures], None]
-"""Sees each pack and what it yielded."""
 
 
-@dataclass(frozen=True, eq=False)
-class Figures:
-    """What all packs together yield."""
+def walk_figures(walks: Sequence[RowWalk], block_size: int) -> dict[str, Any]:
+    """Return rows, verifications, tokens, tau {micro, macro, ci95} and acceptance_rate [B-1].
 
-    rows: list[TokenRow]
-    walks: list[RowWalk]
-    slots: SlotCounts
-    on_policy: int
-    supervised: int
+    Rows without a verification (a reply of one token) are left out; there must be others.
 
-    def summary(self, block_size: int) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        tokens = np.array([walk.tokens for walk in self.walks])
-        verifications = np.array([walk.verifications for walk in self.walks])
-        share = self.on_policy / self.supervised
-        return {
-            "rows": len(self.walks),
-            "verifications": int(verifications.sum()),
-            "tokens": int(tokens.sum()),
-            "tau": {
-                "micro": micro_tau(self.walks),
-                "macro": macro_tau(self.walks),
-                "ci95": list(micro_tau_interval(tokens, verifications)),
-            },
-            "per_slot_accuracy": [None if math.isnan(value) else value for value in self.slots.accuracy],
-            "acceptance_rate": acceptance_rates(self.walks, block_size),
-            "on_policy_share": share,
-            "estimate": share < ON_POLICY_BAR,
-        }
-
-
-def measure_rows(
-    model: DFlashDrafter,
-    head: FrozenHead,
-    cache: CacheReader,
-    rows: NDArray[np.int64],
-    say: Say,
-    observers: Sequence[Observer],
-) -> Figures:
-    """Measure pack by pack; every observer sees each pack and what it yielded."""
-    zeros = torch.zeros(model.config.block_size - 1, dtype=torch.int64)
-    token_rows: list[TokenRow] = []
-    walks: list[RowWalk] = []
-    slots, on_policy, supervised = SlotCounts(zeros, zeros), 0, 0
-    started = spoke = time.perf_counter()
-    for indices, pack in _packs(cache, rows, model.config.context_layer_ids):
-        found = measure_pack(model, head, pack)
-        for observe in observers:
-            observe(pack, found)
-        walks += found.walks
-        slots, on_policy, supervised = slots + found.slots, on_policy + found.on_policy, supervised + found.supervised
-        for index, row in zip(indices, pack, strict=True):
-            token_rows.append(TokenRow.of(row, int(cache.prompt_hash[index])))
-        if time.perf_counter() - spoke > REPORT_SECONDS:
-            spoke = time.perf_counter()
-            say(_progress_line(len(walks), len(rows), spoke - started))
-    return Figures(token_rows, walks, slots, on_policy, supervised)
-
-
-def _packs(
-    cache: CacheReader, rows: NDArray[np.int64], layer_ids: tuple[int, ...]
-) -> Iterator[tuple[list[int], list[Row]]]:
-    """Yield row indices and rows, shard by shard, at most PACK_TOKENS tokens at once (or one longer row)."""
-    pack: list[int] = []
-    for index in [*rows.tolist(), None]:
-        full = pack and (
-            index is None
-            or cache.row_shard[index] != cache.row_shard[pack[0]]
-            or cache.num_tokens[[*pack, index]].sum() > PACK_TOKENS
-        )
-        if full:
-            yield pack, cache.read_shard(int(cache.row_shard[pack[0]]), layer_ids=layer_ids, rows=pack)
-            pack = []
-        if index is not None:
-            pack.append(index)
-
-
-def _progress_line(done: int, total: int, elapsed: float) -> str:
-    left = int((total - done) * elapsed / done)
-    return f"{done:,}/{total:,} rows  {done / elapsed:.1f} rows/s  {left // 60}:{left % 60:02d} left"
+    Raises:
+        ConfigError: no row has a verification.
+    """
+    walks = [walk for walk in walks if walk.verifications]
+    tokens = np.array([walk.tokens for walk in walks])
+    verifications = np.array([walk.verifications for walk in walks])
+    return {
+        "rows": len(walks),
+        "verifications": int(verifications.sum()),
+        "tokens": int(tokens.sum()),
+        "tau": {
+            "micro": micro_tau(walks),
+            "macro": macro_tau(walks),
+            "ci95": list(micro_tau_interval(tokens, verifications)),
+        },
+        "acceptance_rate": acceptance_rates(walks, block_size),
+    }

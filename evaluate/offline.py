@@ -19,9 +19,9 @@ from ..store.splits import SPLITS, split_rows
 from .baselines import Baselines, TokenRow, ngram_baselines, read_token_rows
 from .compare import check_comparable, comparison, unseen_rows
 from .diagnose import Diagnosis
-from .figures import Say, measure_rows
 from .locate import locate_drafter
 from .measure import FrozenHead
+from .walks import Say, measure_rows
 
 
 @dataclass(frozen=True, kw_only=True)

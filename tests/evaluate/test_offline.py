@@ -87,7 +87,7 @@ def test_held_out_rows_of_its_own_cache_are_the_default(
 
 def test_small_packs_give_the_same_figures(drafter_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = evaluate(drafter_dir, cache_dir, split="all")
-    monkeypatch.setattr("dflash_pipeline.evaluate.figures.PACK_TOKENS", 1)
+    monkeypatch.setattr("dflash_pipeline.evaluate.walks.PACK_TOKENS", 1)
     other = evaluate(drafter_dir, cache_dir, split="all")
     assert one | {"seconds": 0} == other | {"seconds": 0}
 
@@ -191,7 +191,7 @@ def test_unknown_splits_and_devices_are_refused(drafter_dir: Path, cache_dir: Pa
 def test_progress_names_rows_rate_and_time_left(
     drafter_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_pipeline.evaluate.figures.REPORT_SECONDS", 0)
+    monkeypatch.setattr("dflash_pipeline.evaluate.walks.REPORT_SECONDS", 0)
     lines: list[str] = []
     run_evaluate(EvaluateConfig(drafter=drafter_dir, cache=cache_dir, split="all", device="cpu"), lines.append)
     assert any("3/20 rows" in line and "rows/s" in line and "left" in line for line in lines)
