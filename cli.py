@@ -67,6 +67,27 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 @main.command()
+@click.option("--prompts", type=EXISTING, required=True, help="JSONL file of prompts; a corpus will do.")
+@click.option("--out", type=ANY_PATH, required=True, help="JSONL file to write, a corpus for dflash extract.")
+@click.option("--server", help="URL of an OpenAI-compatible server.")
+@click.option("--model", help="The name under which the server serves the target.")
+@click.option("--target", help="Instead of a server: folder or name of the target, run here.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Limit of a reply.  [default: 1024]")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once.  [default: 16]")
+@click.option("--batch-rows", type=click.IntRange(min=1), help="Prompts that a local target reads at once.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of a local target.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Of the server.  [default: $OPENAI_API_KEY]")
+@click.option("--device", default="auto", show_default=True)
+@json_option
+def generate(as_json: bool, **options: Any) -> None:
+    """Let the target answer prompts, greedily: an on-policy corpus, from a server or from a local target."""
+    from .extract.generate import GenerateConfig, run_generate
+
+    given = {key: value for key, value in options.items() if value is not None}
+    finish(run_generate(GenerateConfig(**given), say), as_json)
+
+
+@main.command()
 @click.option("--corpus", "corpus", type=EXISTING, multiple=True, required=True, help="JSONL file; may be repeated.")
 @click.option("--target", required=True, help="Folder or name of a Hugging Face causal LM.")
 @click.option("--out", type=ANY_PATH, required=True, help="Folder of the cache.")
