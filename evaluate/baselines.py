@@ -1,4 +1,4 @@
-"""What drafting without a drafter earns: the n-gram's tau by the same walk over the same rows."""
+"""What drafting without a drafter earns: prompt lookup and n-grams, by the same walk over the same rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..drafter.walk import RowWalk, WalkRow, eligible_anchors, micro_tau
 from ..errors import ConfigError
 from ..store import CacheReader, Row
+from .lookup import lookup_drafts
 from .measure import walk_drafts
 from .ngram import MAX_ORDER, NGram
 
@@ -53,6 +54,16 @@ def read_token_rows(cache: CacheReader, rows: NDArray[np.int64], max_tokens: int
         for index, row in zip(mine, cache.read_shard(shard, layer_ids=[], rows=mine, top_k=False), strict=True):
             found.append(TokenRow.of(row, int(cache.prompt_hash[index])))
     return found
+
+
+def lookup_tau(rows: Sequence[TokenRow], *, block_size: int) -> float:
+    """Return micro tau of prompt lookup over `rows`, drafting block_size - 1 tokens."""
+    walks = []
+    for row in rows:
+        walk_row = WalkRow.of(row.tokens.tolist(), row.loss_mask.tolist())
+        anchors = eligible_anchors(walk_row.runs)
+        walks.append(walk_drafts(walk_row, anchors, lookup_drafts(walk_row.tokens, anchors, block_size - 1)))
+    return micro_tau(walks)
 
 
 def ngram_baselines(

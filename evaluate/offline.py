@@ -16,7 +16,7 @@ from ..drafter.device import choose_device
 from ..errors import CheckpointError, ConfigError
 from ..store import CacheReader, open_cache
 from ..store.splits import SPLITS, split_rows
-from .baselines import Baselines, TokenRow, ngram_baselines, read_token_rows
+from .baselines import Baselines, TokenRow, lookup_tau, ngram_baselines, read_token_rows
 from .compare import check_comparable, comparison, unseen_rows
 from .diagnose import Diagnosis
 from .locate import locate_drafter
@@ -99,7 +99,10 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         **figures.summary(drafter.config.block_size),
         **(diagnosis.summary(cache, figures.on_policy / figures.supervised) if diagnosis else {}),
         **against,
-        "baselines": baselines.taus,
+        "baselines": {
+            **baselines.taus,
+            "prompt_lookup": lookup_tau(figures.rows, block_size=drafter.config.block_size),
+        },
         "baselines_note": baselines.note,
         "seconds": time.perf_counter() - started,
     }

@@ -98,10 +98,11 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     notes += [_against_note(result)] if "against" in result else []
     notes += _diagnosis_notes(result) if "diagnosis" in result else []
     notes += [f"{label}: {result[key]}" for key, label in _WARNINGS.items() if result.get(key)]
-    best = max(result["baselines"].values(), default=None)
-    if best is not None and result["tau"]["micro"] <= best:
+    best = max(result["baselines"], key=result["baselines"].__getitem__, default=None)
+    if best is not None and result["tau"]["micro"] <= result["baselines"][best]:
         kind = " (estimates)" if result["estimate"] else ""
-        notes.append(f"the drafter does not beat a free n-gram{kind}: it is not yet worth serving")
+        name = "n-gram" if best.startswith("ngram") else best.replace("_", " ")
+        notes.append(f"the drafter does not beat a free {name}{kind}: it is not yet worth serving")
     notes.append(f"cache {result['cache_fingerprint']}; drafter trained on {result['drafter_cache_fingerprint']}")
     return notes
 

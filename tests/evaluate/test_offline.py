@@ -66,7 +66,7 @@ def test_all_rows_of_a_foreign_cache_are_walked(
     assert len(result["per_slot_accuracy"]) == 7
     assert result["cache_fingerprint"] == open_cache(other).fingerprint != result["drafter_cache_fingerprint"]
     assert (result["on_policy_share"], result["estimate"]) == (1.0, False)
-    assert list(result["baselines"]) == ["ngram_1", "ngram_2", "ngram_3", "ngram_4"]
+    assert list(result["baselines"]) == ["ngram_1", "ngram_2", "ngram_3", "ngram_4", "prompt_lookup"]
 
 
 def test_held_out_rows_of_its_own_cache_are_the_default(
@@ -110,7 +110,7 @@ def test_rows_of_another_author_make_tau_an_estimate(
     assert result["on_policy_share"] == pytest.approx(1 - 4 / 97)
     assert result["estimate"] is True
     assert result["tau"] == {"micro": 8.0, "macro": 8.0, "ci95": [8.0, 8.0]}
-    assert result["baselines"] == {}
+    assert list(result["baselines"]) == ["prompt_lookup"]  # there is nothing to fit an n-gram on
 
 
 def test_short_replies_leave_late_slots_without_an_accuracy(

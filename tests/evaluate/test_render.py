@@ -52,6 +52,7 @@ def test_no_line_with_a_tau_lacks_the_word_estimate(best: float) -> None:
 
 def test_a_drafter_no_better_than_the_n_gram_is_called_that() -> None:
     assert "does not beat a free n-gram" in rendered(baselines={"ngram_1": 2.5})
+    assert "does not beat a free prompt lookup" in rendered(baselines={"ngram_1": 1.5, "prompt_lookup": 2.5})
 
 
 def test_a_single_row_has_no_interval() -> None:
