@@ -179,14 +179,18 @@ def evaluate(as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@click.option("--run", type=EXISTING, required=True, help="A run, a checkpoint of it, or a drafter.")
+@click.option("--run", type=EXISTING, required=True, help="A run, a checkpoint, a drafter, or a torch file of others.")
 @click.option("--out", type=ANY_PATH, required=True, help="Folder to write.")
+@click.option(
+    "--config", type=EXISTING, help="Of a torch file: the drafter's config.json.  [default: beside or inside]"
+)
+@click.option("--weights", help="Of a torch file with several drafters: which one.")
 @json_option
-def export(run: Path, out: Path, as_json: bool) -> None:
+def export(as_json: bool, **options: Any) -> None:
     """Write a drafter's weights alone, as vLLM, SGLang and z-lab's code load them."""
     from .evaluate.export import ExportConfig, run_export
 
-    finish(run_export(ExportConfig(run=run, out=out)), as_json)
+    finish(run_export(ExportConfig(**options)), as_json)
 
 
 @main.group()

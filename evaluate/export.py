@@ -20,7 +20,8 @@ from ..drafter.checkpoint import (
     load_drafter,
     save_drafter,
 )
-from ..errors import CacheMismatch, CheckpointError, DflashError
+from ..errors import CacheMismatch, CheckpointError, ConfigError, DflashError
+from .foreign import load_foreign
 from .locate import locate_drafter
 
 _FILES = {CONFIG_NAME, WEIGHTS_NAME}
@@ -32,12 +33,23 @@ class ExportConfig:
     """One export.
 
     Attributes:
-        run: a run's folder (its finished drafter, or else its newest checkpoint), a checkpoint's or a drafter's.
+        run: a run's folder (its finished drafter, or else its newest checkpoint), a checkpoint's or a drafter's; or a
+            file of `torch.save` with a training checkpoint of others (`load_foreign`).
         out: the folder to write.
+        config, weights: of such a file, see `load_foreign`.
+
+    Raises:
+        ConfigError: config or weights are given for a folder, which has its own.
     """
 
     run: Path
     out: Path
+    config: Path | None = None
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.run.is_file() and (self.config or self.weights):
+            raise ConfigError(f"{self.run}: --config and --weights are for a checkpoint file; this is a folder")
 
 
 def run_export(config: ExportConfig) -> dict[str, Any]:
@@ -48,15 +60,22 @@ def run_export(config: ExportConfig) -> dict[str, Any]:
     equal.
 
     Returns:
-        The JSON object of `dflash export --json`: out, tensors, bytes, dtype, source, steps, unchanged.
+        The JSON object of `dflash export --json`: out, tensors, bytes, dtype, source, steps, unchanged; of a checkpoint
+        file also weights_at and ignored_tensors.
 
     Raises:
         CheckpointError: there is no drafter, or what was written does not read back.
         CacheMismatch: OUT holds anything but an export of the same drafter.
     """
-    source = locate_drafter(config.run)
-    drafter = load_drafter(source)
-    dtype = export_dtype(source, drafter)
+    foreign: dict[str, Any] = {}
+    if config.run.is_file():
+        source = config.run
+        drafter, dtype, place, num_ignored = load_foreign(source, config.config, config.weights)
+        foreign = {"weights_at": place, "ignored_tensors": num_ignored}
+    else:
+        source = locate_drafter(config.run)
+        drafter = load_drafter(source)
+        dtype = export_dtype(source, drafter)
     unchanged = _holds_anything(config.out)
     if unchanged:
         _check_same(config.out, drafter, dtype)
@@ -70,6 +89,7 @@ def run_export(config: ExportConfig) -> dict[str, Any]:
         "source": str(source),
         "steps": drafter.extra.get("steps"),
         "unchanged": unchanged,
+        **foreign,
     }
 
 
