@@ -167,6 +167,10 @@ def train(
 )
 @click.option("--baseline-cache", type=EXISTING, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
 @click.option("--against", type=EXISTING, help="Another drafter, compared on the same rows and anchors.")
+@click.option(
+    "--sources", type=EXISTING, multiple=True, help="Corpus file whose rows name their source; may be repeated."
+)
+@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show so many rows, of each source.")
 @click.option("--diagnose", is_flag=True, help="Look behind tau: context, layers, mask, rotation, divergence.")
 @click.option("--device", default="auto", show_default=True)
 @json_option

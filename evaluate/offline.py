@@ -21,6 +21,7 @@ from .compare import check_comparable, comparison, unseen_rows
 from .diagnose import Diagnosis
 from .locate import locate_drafter
 from .measure import FrozenHead
+from .sources import UNNAMED, by_source, read_sources, sample_rows
 from .walks import Say, measure_rows
 
 
@@ -35,10 +36,12 @@ class EvaluateConfig:
         baseline_cache: where the free n-gram's training rows are; None: the evaluated cache.
         against: another drafter to compare with, on the same rows.
         diagnose: also look behind the figures (`Diagnosis`); walks every row twice.
+        sources: corpus files whose field `source` breaks the figures down (`read_sources`).
+        samples: show so many rows, of each source, with the drafts accepted in them.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
-        ConfigError: the split is unknown.
+        ConfigError: the split is unknown, or a number is out of range.
     """
 
     drafter: Path
@@ -47,11 +50,15 @@ class EvaluateConfig:
     baseline_cache: Path | None = None
     against: Path | None = None
     diagnose: bool = False
+    sources: tuple[Path, ...] = ()
+    samples: int = 0
     device: str = "auto"
 
     def __post_init__(self) -> None:
         if self.split is not None and self.split not in SPLITS:
             raise ConfigError(f"split {self.split!r}: expected one of {', '.join(SPLITS)}")
+        if self.samples < 0:
+            raise ConfigError(f"samples {self.samples}: expected at least 0")
 
 
 def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
@@ -64,10 +71,11 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     Returns:
         The JSON object of `dflash evaluate --json`: rows, verifications, tokens, tau {micro, macro, ci95},
         per_slot_accuracy, acceptance_rate, on_policy_share, estimate, baselines, and what was evaluated; with
-        `diagnose` what `Diagnosis.summary` returns, with `against` the object of that name (`comparison`).
+        `diagnose` what `Diagnosis.summary` returns, with `against` the object of that name (`comparison`), with
+        `sources` figures by source, with `samples` what `sample_rows` returns.
 
     Raises:
-        CheckpointError, CacheMissing, CacheCorrupt: the drafter or the cache cannot be read.
+        CheckpointError, CacheMissing, CacheCorrupt, CorpusError: the drafter, the cache or a corpus cannot be read.
         ConfigError: they do not fit each other, or the split has no rows.
     """
     started = time.perf_counter()
@@ -79,15 +87,26 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     other = _load_other(config.against, directory, drafter, cache) if config.against else None
     split, rows = choose_rows(config.split, drafter, cache, other.drafter if other else None)
     say(f"{directory}: {len(rows):,} rows ({split}) of {config.cache}")
+    row_ids = [cache.row_ids[index] for index in rows.tolist()]
+    named = read_sources(config.sources, row_ids) if config.sources else dict.fromkeys(row_ids, UNNAMED)
+    sources = [named[row_id] for row_id in row_ids]
     model = drafter.model.to(device)
     head = FrozenHead.of(cache.head(), model.fc.weight)
     diagnosis = Diagnosis(model, head) if config.diagnose else None
     figures = measure_rows(model, head, cache, rows, say, [diagnosis.add] if diagnosis else [])
-    against = {}
+    extras: dict[str, Any] = {}
+    if config.sources:
+        extras["sources"] = by_source(figures.walks, sources, drafter.config.block_size)
+    if config.samples:
+        extras["samples"] = sample_rows(
+            figures.rows, figures.walks, row_ids, sources, per_source=config.samples, target_dir=cache.target_dir
+        )
+    if diagnosis:
+        extras |= diagnosis.summary(cache, figures.on_policy / figures.supervised)
     if other:
         say(f"{other.directory}: the same rows")
         theirs = measure_rows(other.drafter.model.to(device), head, cache, rows, say, [])
-        against = {"against": comparison(other.directory, figures, theirs, other.drafter)}
+        extras["against"] = comparison(other.directory, figures, theirs, other.drafter)
     baselines = _baselines(config, drafter, cache, figures.rows)
     return {
         "drafter": str(directory),
@@ -97,8 +116,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         "split": split,
         "block_size": drafter.config.block_size,
         **figures.summary(drafter.config.block_size),
-        **(diagnosis.summary(cache, figures.on_policy / figures.supervised) if diagnosis else {}),
-        **against,
+        **extras,
         "baselines": {
             **baselines.taus,
             "prompt_lookup": lookup_tau(figures.rows, block_size=drafter.config.block_size),

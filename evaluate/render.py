@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def render_evaluation(result: Mapping[str, Any], console: Console | None = None) -> None:
@@ -17,10 +18,14 @@ def render_evaluation(result: Mapping[str, Any], console: Console | None = None)
     console = console or Console(highlight=False)
     console.print(_tau_table(result))
     console.print(_slot_table(result))
+    if "sources" in result:
+        console.print(_source_table(result))
     if "diagnosis" in result:
         console.print(_layer_table(result["diagnosis"]))
     for line in _notes(result):
         console.print(line, markup=False)
+    for sample in result.get("samples", []):
+        console.print(_sample(sample, result["estimate"]))
 
 
 def _tau_table(result: Mapping[str, Any]) -> Table:
@@ -50,6 +55,31 @@ def _slot_table(result: Mapping[str, Any]) -> Table:
     for slot, (accuracy, rate) in enumerate(pairs, start=1):
         table.add_row(str(slot), "no such slot" if accuracy is None else f"{accuracy:.1%}", f"{rate:.1%}")
     return table
+
+
+def _source_table(result: Mapping[str, Any]) -> Table:
+    kind = " (estimate)" if result["estimate"] else ""
+    table = Table("source", "rows", "tau micro" + kind, "95% of row resamples", "macro")
+    for name, found in result["sources"].items():
+        low, high = found["tau"]["ci95"]
+        between = f"{low:.3f} to {high:.3f}" if found["rows"] > 1 else "one row: no interval"
+        table.add_row(
+            Text(name),
+            f"{found['rows']:,}",
+            f"{found['tau']['micro']:.3f}{kind}",
+            between,
+            f"{found['tau']['macro']:.3f}",
+        )
+    return table
+
+
+def _sample(sample: Mapping[str, Any], estimate: bool) -> Text:
+    """Return one reply: accepted drafts in brackets and green, the target's own tokens plain."""
+    kind = " (estimate)" if estimate else ""
+    text = Text(f"\n{sample['row']} ({sample['source']}): tau {sample['tau']:.3f}{kind}, accepted drafts in ⟨⟩\n")
+    for piece, accepted in sample["pieces"]:
+        text.append(f"⟨{piece}⟩" if accepted else piece, style="green" if accepted else "")
+    return text
 
 
 def _layer_table(diagnosis: Mapping[str, Any]) -> Table:

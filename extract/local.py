@@ -22,7 +22,7 @@ class LocalTarget:
 
         self.target, self.max_tokens, self.batch_rows = target, max_tokens, batch_rows
         self.end_ids = _end_ids(target)
-        target.model.generation_config = GenerationConfig(
+        target.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, eos_token_id=sorted(self.end_ids), pad_token_id=0, bos_token_id=None
         )
 
