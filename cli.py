@@ -199,7 +199,7 @@ def export(as_json: bool, **options: Any) -> None:
 
 @main.group()
 def cache() -> None:
-    """Look at a cache, and check it."""
+    """Look at a cache, check it, repair it, compare two."""
 
 
 @cache.command()
@@ -208,21 +208,54 @@ def cache() -> None:
 def info(path: Path, as_json: bool) -> None:
     """Show what a cache holds."""
     from .store.integrity import describe
+    from .store.render import render_description
 
-    finish(describe(path), as_json)
+    finish(describe(path), as_json, render_description)
 
 
 @cache.command()
 @click.argument("path", type=EXISTING, metavar="CACHE")
+@click.option("--num-workers", type=click.IntRange(min=1), help="Files read at once.  [default: one per processor]")
 @json_option
-def verify(path: Path, as_json: bool) -> None:
+def verify(path: Path, num_workers: int | None, as_json: bool) -> None:
     """Check every file of a cache against its recorded digest."""
     from .store.integrity import verify as verify_cache
+    from .store.progress import byte_bar
+    from .store.render import render_verification
 
-    result = verify_cache(path)
-    finish(result, as_json)
+    result = verify_cache(path, num_workers=num_workers, bar=byte_bar)
+    finish(result, as_json, render_verification)
     if not result["ok"]:
         sys.exit(1)
+
+
+@cache.command()
+@click.argument("path", type=EXISTING, metavar="CACHE")
+@click.option("--corpus", type=EXISTING, multiple=True, help="The corpus files of the cache, in the same order.")
+@click.option("--target", help="Folder or name of the cache's target.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the target's folder brings.")
+@json_option
+def repair(path: Path, as_json: bool, **options: Any) -> None:
+    """Compute the damaged shards and files of a cache again, and no others."""
+    from .extract.progress import RichProgress
+    from .extract.repair import RepairConfig, run_repair
+    from .store.progress import byte_bar
+
+    finish(run_repair(RepairConfig(cache=path, **options), RichProgress(), byte_bar), as_json)
+
+
+@cache.command()
+@click.argument("first", type=EXISTING, metavar="A")
+@click.argument("second", type=EXISTING, metavar="B")
+@json_option
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Compare two caches of the same rows, layer by layer."""
+    from .store.diff import diff_caches
+    from .store.progress import byte_bar
+    from .store.render import render_difference
+
+    finish(diff_caches(first, second, bar=byte_bar), as_json, render_difference)
 
 
 @main.command()

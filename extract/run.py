@@ -62,7 +62,8 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
     target = load_target(config.target_config(), description)
     reporter.extend(target.notices)
     plan, rows = make_plan(make_identity(config, target, corpus, layer_ids, max_length), target, corpus)
-    with CacheWriter.create_or_resume(config.out, plan, _head(target), target.save_files, _versions()) as writer:
+    head, versions = target_head(target), package_versions()
+    with CacheWriter.create_or_resume(config.out, plan, head, target.save_files, versions) as writer:
         resumed_rows = writer.resumed_rows
         reporter.extend([f"computing shard {shard} again: {why}" for shard, why in writer.replaced_shards.items()])
         rate = _extract_shards(target, plan, rows, writer, reporter)
@@ -162,10 +163,12 @@ def _drop_notice(shard: int, reason: str, ids: Sequence[str]) -> str:
     return f"shard {shard}: dropped {len(ids)} rows: {reason}: {', '.join(ids[:5])}{more}"
 
 
-def _head(target: Target) -> TargetHead:
+def target_head(target: Target) -> TargetHead:
+    """Return the target's head as the store takes it."""
     embed_tokens, lm_head, norm, eps = target.head_tensors()
     return TargetHead(embed_tokens=embed_tokens, lm_head=lm_head, norm=norm, norm_eps=eps)
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide a cache's bits."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}

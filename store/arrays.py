@@ -18,7 +18,7 @@ from .codecs import Pipeline, pipeline_for
 from .decode import Array, Run, check_metadata, read_runs
 from .identity import Identity
 from .layout import chunk_file, safe_join, states_name
-from .record import FileRecord, ShardRecord, check_size, digest_file
+from .record import FileRecord, ShardRecord, check_file
 
 STORED_DTYPE = {"bfloat16": "uint16", "float32": "float32"}
 
@@ -113,7 +113,5 @@ class ShardArrays:
         """Check an array's metadata against the record's digest and against the schema."""
         file = f"{spec.name}/zarr.json"
         recorded = self._recorded(file)
-        path = check_size(self.directory, file, recorded)
-        if digest_file(path) != recorded:
-            raise CacheCorrupt(f"{path}: its content has changed; the cache is damaged, extract it again")
+        path = check_file(self.directory, file, recorded)
         check_metadata(path, spec.shape, spec.dtype, spec.pipeline(self.codec))

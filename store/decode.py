@@ -50,6 +50,8 @@ def read_runs(
         CacheCorrupt: it has another size, or a checksum does not fit.
     """
     try:
+        if not path.is_file():
+            raise FileNotFoundError
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != num_bytes:
@@ -60,9 +62,11 @@ def read_runs(
             scratch = np.empty(int(index[:, 1].max()), dtype=np.uint8)
             return [_read_run(file, path, shape, dtype, pipeline, index, scratch, run) for run in runs]
     except FileNotFoundError as error:
-        raise CacheMissing(f"{path}: missing; the cache is damaged, extract it again or restore this file") from error
+        raise CacheMissing(f"{path}: missing; the cache is damaged, `dflash cache repair` makes it again") from error
     except OSError as error:
         raise CacheMissing(f"{path}: cannot be read ({error.strerror or error})") from error
+    except MemoryError as error:
+        raise CacheCorrupt(f"{path}: an array of shape {shape} and type {dtype} does not fit into memory") from error
 
 
 def _read_index(file: BinaryIO, path: Path, size: int, num_chunks: int) -> NDArray[np.int64]:
@@ -164,4 +168,4 @@ def _plain(codec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _corrupt(path: Path, problem: str) -> CacheCorrupt:
-    return CacheCorrupt(f"{path}: {problem}; the file is damaged, extract the cache again")
+    return CacheCorrupt(f"{path}: {problem}; the file is damaged, `dflash cache repair` makes it again")

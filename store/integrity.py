@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CacheCorrupt, CacheMissing
-from .layout import RECORD, shard_dir
-from .manifest import check_manifest, read_manifest
+from ..errors import ConfigError, DflashError
+from .layout import ITEM_BYTES, RECORD, shard_dir
+from .manifest import Manifest, check_manifest, read_manifest
 from .plan import read_plan
-from .record import FileRecord, check_size, digest_file, read_record
+from .progress import Bar, no_bar
+from .record import FileRecord, ShardRecord, check_file, read_record
+
+MAX_WORKERS = 16
 
 
-def verify(path: Path | str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Check:
+    """One file to check: its shard (None outside the shards), its name, its size, and what raises if it is bad."""
+
+    shard: int | None
+    name: str
+    num_bytes: int
+    run: Callable[[], object]
+
+
+def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_bar) -> dict[str, Any]:
     """Read every file of a cache and compare it with its recorded digest.
 
+    Files are read in parallel by threads: hashing and reading both leave the interpreter lock.
+
+    Args:
+        path: the cache.
+        num_workers: threads; by default one per processor, at most 16.
+        bar: where to show progress.
+
     Returns:
-        {"ok": bool, "bad_shards": [numbers], "problems": [one line each], "files": int, "bytes": int}.
+        {"ok": bool, "bad_shards": [numbers], "bad_files": [names outside the shards], "problems": [one line each],
+        "files": int, "bytes": int}.
 
     Raises:
         CacheMissing, CacheIncomplete, CacheCorrupt: there is no complete cache whose manifest can be trusted.
+        ConfigError: num_workers is below 1.
     """
     cache = Path(path).absolute()
+    if num_workers is not None and num_workers < 1:
+        raise ConfigError(f"num_workers {num_workers}: expected at least 1")
     manifest = read_manifest(cache)
-    check_manifest(cache, manifest, read_plan(cache))
-    problems = _check_files(cache, manifest.files)
-    bad_shards = []
-    for record in manifest.shards:
-        directory = shard_dir(cache, record.shard)
-        found = _check_files(directory, record.files)
-        try:
-            if read_record(directory, manifest.identity.layer_ids) != record:
-                found.append(f"{directory / RECORD}: not the record in the manifest")
-        except (CacheCorrupt, CacheMissing) as error:
-            found.append(str(error))
-        if found:
-            bad_shards.append(record.shard)
-            problems += found
+    checks = _checks(cache, manifest)
+    bad_shards: set[int] = set()
+    bad_files, problems = [], []
+    with (
+        bar("verify", sum(check.num_bytes for check in checks)) as advance,
+        ThreadPoolExecutor(num_workers or min(os.cpu_count() or 1, MAX_WORKERS)) as pool,
+    ):
+        for check, problem in zip(checks, pool.map(_problem, checks), strict=True):
+            advance(check.num_bytes)
+            if problem is None:
+                continue
+            problems.append(problem)
+            if check.shard is None:
+                bad_files.append(check.name)
+            else:
+                bad_shards.add(check.shard)
+    if not bad_files:
+        check_manifest(cache, manifest, read_plan(cache))
     return {
         "ok": not problems,
-        "bad_shards": bad_shards,
+        "bad_shards": sorted(bad_shards),
+        "bad_files": bad_files,
         "problems": problems,
         "files": len(manifest.files) + sum(len(record.files) for record in manifest.shards),
         "bytes": manifest.num_bytes,
@@ -48,6 +81,9 @@ def verify(path: Path | str) -> dict[str, Any]:
 
 def describe(path: Path | str) -> dict[str, Any]:
     """Return the manifest's summary: identity, totals, statistics per layer; without the shard table.
+
+    Added to the manifest's own fields: bytes of the whole cache, bits per stored value, and the ratio of the states'
+    stored bytes to their raw ones.
 
     Raises:
         CacheMissing, CacheIncomplete, CacheCorrupt: as `read_manifest`.
@@ -58,23 +94,40 @@ def describe(path: Path | str) -> dict[str, Any]:
     identity = fields.pop("identity")
     for key in ("shards", "files", "identity_digest"):
         del fields[key]
+    num_values = manifest.raw_state_bytes // ITEM_BYTES[manifest.identity.dtype]
     return {
         "cache": str(cache),
         "identity": manifest.identity_digest,
         **fields,
         "shards": manifest.num_shards,
         "bytes": manifest.num_bytes,
+        "bits_per_value": 8 * manifest.state_bytes / num_values if num_values else 0.0,
+        "ratio": manifest.state_bytes / manifest.raw_state_bytes if num_values else 0.0,
         "inputs": identity,
     }
 
 
-def _check_files(root: Path, files: dict[str, FileRecord]) -> list[str]:
-    problems = []
-    for name, record in files.items():
-        try:
-            path = check_size(root, name, record)
-            if digest_file(path) != record:
-                problems.append(f"{path}: its content does not have the recorded digest")
-        except (CacheCorrupt, CacheMissing, OSError) as error:
-            problems.append(str(error))
-    return problems
+def _checks(cache: Path, manifest: Manifest) -> list[_Check]:
+    """Return a check per file, and one per shard that its record is the one in the manifest."""
+    checks = [_file_check(None, cache, name, record) for name, record in manifest.files.items()]
+    for record in manifest.shards:
+        directory = shard_dir(cache, record.shard)
+        checks.append(_record_check(directory, record, manifest.identity.layer_ids))
+        checks += [_file_check(record.shard, directory, name, file) for name, file in record.files.items()]
+    return checks
+
+
+def _file_check(shard: int | None, root: Path, name: str, record: FileRecord) -> _Check:
+    return _Check(shard, name, record.num_bytes, lambda: check_file(root, name, record))
+
+
+def _record_check(directory: Path, record: ShardRecord, layer_ids: tuple[int, ...]) -> _Check:
+    return _Check(record.shard, RECORD, 0, lambda: read_record(directory, layer_ids, expected=record))
+
+
+def _problem(check: _Check) -> str | None:
+    try:
+        check.run()
+    except DflashError as error:
+        return str(error)
+    return None

@@ -12,6 +12,7 @@ from ..errors import CacheCorrupt, CacheMissing
 from .layout import MAX_JSON_BYTES
 
 DIGEST_HEX = 32
+MAX_NUMBER = 2.0**128
 
 
 def canonical_bytes(value: object) -> bytes:
@@ -42,6 +43,8 @@ def read_bytes(path: Path) -> bytes:
         CacheCorrupt: it is larger than any JSON file of the format may be.
     """
     try:
+        if not path.is_file():  # also a pipe or a device, which would never end
+            raise CacheMissing(f"{path}: missing, or no regular file; the cache needs this file")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CacheCorrupt(f"{path}: larger than {MAX_JSON_BYTES} bytes, the most a JSON file of a cache may have")
         return path.read_bytes()
@@ -73,17 +76,22 @@ def parse_json(data: bytes, path: Path) -> Fields:
 
 
 def read_sealed(path: Path) -> Fields:
-    """Read a JSON file written by `seal` and check its digest.
+    """Read a JSON file written by `seal`; check its digest, and that its bytes are the canonical ones.
+
+    The digest covers values. That alone would pass a file whose last newline is gone, or whose 1e-05 became 1E-05.
 
     Raises:
         CacheMissing: no such file.
         CacheCorrupt: not JSON, or changed since it was written.
     """
-    fields = parse_json(read_bytes(path), path)
+    data = read_bytes(path)
+    fields = parse_json(data, path)
     stored = fields.text("digest")
     found = digest_json({key: value for key, value in fields.values.items() if key != "digest"})
     if stored != found:
         raise CacheCorrupt(f"{path}: its digest says {stored}, its content {found}: changed since it was written")
+    if canonical_bytes(fields.values) + b"\n" != data:
+        raise CacheCorrupt(f"{path}: not in canonical form: changed since it was written")
     return fields
 
 
@@ -123,10 +131,10 @@ class Fields:
         return int(value)
 
     def number(self, key: str) -> float:
-        """Return a finite number."""
+        """Return a finite number that float32 could hold: its square and sums of squares stay finite in float64."""
         value = self.get(key)
-        if type(value) not in (int, float) or abs(value) > 1e300:
-            self.fail(key, "a finite number", value)
+        if type(value) not in (int, float) or not abs(value) <= MAX_NUMBER:
+            self.fail(key, f"a number of at most {MAX_NUMBER:g}", value)
         return float(value)
 
     def boolean(self, key: str) -> bool:

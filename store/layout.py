@@ -1,4 +1,4 @@
-"""Names, paths and limits of cache format 1. Pure: nothing here touches the disk but `file_size`.
+"""Names, paths and limits of cache format 1. Only `file_size` and `safe_join` look at the disk.
 
     CACHE/plan.json  manifest.json  stats.safetensors  target/...  shards/NNNNN/...
 
@@ -8,6 +8,7 @@ anything outside its own folder.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,11 @@ def states_name(layer_id: int) -> str:
     return f"states/{layer_id}"
 
 
+def shard_file(shard: int, name: str) -> str:
+    """Return the path of a shard's file inside the cache."""
+    return f"{SHARDS}/{shard_name(shard)}/{name}"
+
+
 def chunk_file(array: str, ndim: int) -> str:
     """Return the one data file of an array, relative to its shard: every array is a single zarr shard."""
     return f"{array}/c/" + "/".join("0" * ndim)
@@ -71,11 +77,18 @@ def safe_join(root: Path, relative: str) -> Path:
     """Join a path read from a file to its root.
 
     Raises:
-        CacheCorrupt: the path is absolute, empty, or could leave the root.
+        CacheCorrupt: the path is absolute, empty, or could leave the root; or a symbolic link on the way does.
     """
     if not is_plain(relative):
         raise CacheCorrupt(f"{root}: the cache names the file {relative!r}, which is not a plain path inside it")
-    return root.joinpath(*relative.split("/"))
+    path = root.joinpath(*relative.split("/"))
+    try:
+        inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+    except OSError:
+        inside = False
+    if not inside:
+        raise CacheCorrupt(f"{path}: a symbolic link leads out of the cache; put the file itself there")
+    return path
 
 
 def file_size(path: Path) -> int | None:

@@ -11,8 +11,8 @@ from typing import Any
 from ..errors import CacheCorrupt, CacheIncomplete, CacheMissing
 from .durable import write_atomic
 from .identity import Identity, parse_identity
-from .jsonfile import read_sealed, seal
-from .layout import FORMAT_VERSION, ITEM_BYTES, MANIFEST, MAX_HIDDEN, MAX_VOCAB, PLAN, STATS, shard_dir
+from .jsonfile import DIGEST_HEX, Fields, is_hexadecimal, read_sealed, seal
+from .layout import FORMAT_VERSION, ITEM_BYTES, MANIFEST, MAX_HIDDEN, MAX_VOCAB, PLAN, STATS, safe_join, shard_dir
 from .plan import Plan, check_format, read_plan
 from .record import (
     FileRecord,
@@ -28,7 +28,7 @@ from .record import (
 
 FIELDS = (
     "format", "digest", "identity", "identity_digest", "fingerprint", "hidden_size", "vocab_size", "rows", "tokens",
-    "state_bytes", "raw_state_bytes", "skipped", "dropped", "layers", "files", "shards", "versions",
+    "state_bytes", "raw_state_bytes", "skipped", "dropped", "layers", "files", "shards", "versions", "parents",
 )  # fmt: skip
 
 
@@ -47,6 +47,7 @@ class Manifest:
         files: records of the files outside the shards.
         shards: the records of all shards, in order.
         versions: packages that wrote it. In no hash.
+        parents: fingerprints this cache had before it was repaired with other last bits, oldest first. In no hash.
     """
 
     identity: Identity
@@ -64,6 +65,7 @@ class Manifest:
     files: dict[str, FileRecord]
     shards: tuple[ShardRecord, ...]
     versions: dict[str, str]
+    parents: tuple[str, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -94,11 +96,16 @@ class Manifest:
             "files": file_fields(self.files),
             "shards": [record.fields() for record in self.shards],
             "versions": dict(self.versions),
+            **({"parents": list(self.parents)} if self.parents else {}),
         }
 
 
 def build_manifest(
-    plan: Plan, shards: tuple[ShardRecord, ...], files: dict[str, FileRecord], versions: Mapping[str, str]
+    plan: Plan,
+    shards: tuple[ShardRecord, ...],
+    files: dict[str, FileRecord],
+    versions: Mapping[str, str],
+    parents: tuple[str, ...] = (),
 ) -> Manifest:
     """Derive the manifest from the plan and the records of all its shards."""
     identity = plan.identity
@@ -122,6 +129,7 @@ def build_manifest(
         files=files,
         shards=shards,
         versions=dict(versions),
+        parents=parents,
     )
 
 
@@ -140,10 +148,13 @@ def read_manifest(cache: Path) -> Manifest:
         CacheCorrupt: the manifest is damaged or does not agree with itself.
         ConfigError: it is of another version of the format.
     """
-    path = cache / MANIFEST
+    path = safe_join(cache, MANIFEST)
     if not path.exists():
         raise _incomplete(cache)
-    source = read_sealed(path)
+    try:
+        source = read_sealed(path)
+    except CacheCorrupt as error:
+        raise CacheCorrupt(f"{error}; delete it and run the same `dflash extract` again: shards stay") from error
     check_format(source.get("format"), path)
     source.only(*FIELDS)
     identity = parse_identity(source.child("identity"))
@@ -164,7 +175,17 @@ def read_manifest(cache: Path) -> Manifest:
         files=parse_files(source.child("files")),
         shards=tuple(parse_record(entry, identity.layer_ids) for entry in source.objects("shards")),
         versions={name: versions.text(name) for name in versions.values},
+        parents=_parse_parents(source),
     )
+
+
+def _parse_parents(source: Fields) -> tuple[str, ...]:
+    if "parents" not in source.values:
+        return ()
+    parents = source.texts("parents")
+    if not parents or not all(is_hexadecimal(value, DIGEST_HEX) for value in parents):
+        source.fail("parents", "fingerprints, at least one", parents)
+    return tuple(parents)
 
 
 def check_manifest(cache: Path, manifest: Manifest, plan: Plan) -> None:
@@ -182,13 +203,38 @@ def check_manifest(cache: Path, manifest: Manifest, plan: Plan) -> None:
     for name in (PLAN, STATS):
         if name not in manifest.files:
             raise CacheCorrupt(f"{path}: files: expected a record of {name}, found none")
-    expected = build_manifest(plan, manifest.shards, manifest.files, manifest.versions).fields()
+    _check_shards(path, manifest, plan)
+    expected = build_manifest(plan, manifest.shards, manifest.files, manifest.versions, manifest.parents).fields()
     for key, value in manifest.fields().items():
         if value != expected[key]:
             raise CacheCorrupt(
                 f"{path}: {key}: {str(value)[:60]} does not follow from {PLAN} and the shard table "
                 f"(expected {str(expected[key])[:60]}); the cache is damaged, extract it again"
             )
+
+
+def _check_shards(path: Path, manifest: Manifest, plan: Plan) -> None:
+    """Check that the rows, tokens and values of every shard are those that the plan and the dropped rows leave."""
+    for record in manifest.shards:
+        planned = {plan.row_ids[row]: int(plan.num_tokens[row]) for row in plan.shard_slice(record.shard)}
+        dropped = [name for ids in record.dropped.values() for name in ids]
+        if len(set(dropped)) != len(dropped) or not planned.keys() >= set(dropped):
+            raise CacheCorrupt(
+                f"{path}: shard {record.shard}: drops a row twice, or one that {PLAN} does not put there"
+            )
+        rows = len(planned) - len(dropped)
+        tokens = sum(planned.values()) - sum(planned[name] for name in dropped)
+        if (record.num_rows, record.num_tokens) != (rows, tokens):
+            raise CacheCorrupt(
+                f"{path}: shard {record.shard}: {record.num_rows} rows and {record.num_tokens} tokens, {PLAN} and the "
+                f"dropped rows say {rows} and {tokens}"
+            )
+        for layer, stats in record.layers.items():
+            if stats.values != tokens * plan.hidden_size:
+                raise CacheCorrupt(
+                    f"{path}: shard {record.shard}: statistics of layer {layer} over {stats.values} values, expected "
+                    f"{tokens * plan.hidden_size}"
+                )
 
 
 def count_committed(cache: Path, plan: Plan) -> int:

@@ -20,7 +20,7 @@ from ..errors import CacheMissing, ConfigError
 from .durable import write_atomic
 from .identity import CorpusFile, Identity, parse_identity
 from .jsonfile import digest_json, is_hexadecimal, is_text, read_sealed, seal
-from .layout import FORMAT_VERSION, MAX_HIDDEN, MAX_ROW_TOKENS, MAX_VOCAB, PLAN, IntArray
+from .layout import FORMAT_VERSION, MAX_HIDDEN, MAX_ROW_TOKENS, MAX_VOCAB, PLAN, IntArray, safe_join
 
 __all__ = [
     "CorpusFile",
@@ -207,7 +207,7 @@ def read_plan(cache: Path) -> Plan:
         CacheMissing: there is none.
         CacheCorrupt: it is damaged, or its values do not fit together.
     """
-    path = cache / PLAN
+    path = safe_join(cache, PLAN)
     if not path.exists():
         raise CacheMissing(f"{cache}: no cache here (there is no {PLAN}); `dflash extract --out {cache}` makes one")
     source = read_sealed(path)

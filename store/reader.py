@@ -6,6 +6,7 @@ R rows (dropped ones are not among them), T tokens, H hidden, K top tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from .codecs import CODECS
 from .decode import Array, Run
 from .head import TargetHead, read_head
 from .jsonfile import parse_json, read_bytes
-from .layout import MANIFEST, PLAN, RECORD, STATS, TARGET, IntArray, shard_dir, states_name
+from .layout import HEAD, MANIFEST, PLAN, STATS, TARGET, IntArray, shard_dir, states_name
 from .manifest import check_manifest, read_manifest
 from .plan import Plan, read_plan
-from .record import check_size, digest_file, read_record
+from .record import check_file, read_record
 from .rows import TORCH_DTYPES, Row, as_states
 from .stats import channel_rms, read_sums
 
@@ -46,7 +47,7 @@ class CacheReader:
     Picklable: a copy in another process opens the folder again and checks that it is the same cache.
 
     Attributes:
-        path: the cache's folder. target_dir: the folder of the target's config, tokenizer and head.
+        path: the cache's folder.
         manifest: its manifest.
         layer_ids, hidden_size, vocab_size, dtype, top_k: what is stored.
         identity, fingerprint: hexadecimal digests of what went in and of what came out.
@@ -57,7 +58,6 @@ class CacheReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.target_dir = self.path / TARGET
         self.manifest = read_manifest(self.path)
         plan = self._read_plan()
         identity = self.manifest.identity
@@ -145,16 +145,35 @@ class CacheReader:
         Raises:
             CacheMissing, CacheCorrupt: the file is gone or damaged.
         """
-        name = f"{TARGET}/head.safetensors"
-        if name not in self.manifest.files:
-            raise CacheCorrupt(f"{self.path / MANIFEST}: files: expected a record of {name}, found none")
-        check_size(self.path, name, self.manifest.files[name])
+        self._checked(f"{TARGET}/{HEAD}")
         return read_head(self.path, self.hidden_size, self.vocab_size)
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's config.json."""
-        path = self.target_dir / "config.json"
+        path = self._checked(f"{TARGET}/config.json")
         return parse_json(read_bytes(path), path).values
+
+    @cached_property
+    def target_dir(self) -> Path:
+        """The folder of the target's config, tokenizer and chat template, each checked against its digest.
+
+        Raises:
+            CacheMissing, CacheCorrupt: a file of it is gone or changed.
+        """
+        for name in self.manifest.files:
+            if name.startswith(f"{TARGET}/") and name != f"{TARGET}/{HEAD}":
+                self._checked(name)
+        for path in (self.path / TARGET).rglob("*"):
+            name = path.relative_to(self.path).as_posix()
+            if name not in self.manifest.files and (path.is_symlink() or not path.is_dir()):
+                raise CacheCorrupt(f"{path}: {MANIFEST} does not list this file; remove it")
+        return self.path / TARGET
+
+    def _checked(self, name: str) -> Path:
+        """Return the path of a file outside the shards after checking its size and digest."""
+        if name not in self.manifest.files:
+            raise CacheCorrupt(f"{self.path / MANIFEST}: files: expected a record of {name}, found none")
+        return check_file(self.path, name, self.manifest.files[name])
 
     def channel_stats(self, layer_id: int) -> dict[str, float]:
         """Return mean, rms, values, zeros, nans and infs of one layer's stored states."""
@@ -168,25 +187,20 @@ class CacheReader:
             CacheMissing, CacheCorrupt: stats.safetensors is gone or damaged.
         """
         (layer,) = self._wanted_layers([layer_id])
-        check_size(self.path, STATS, self.manifest.files[STATS])
+        self._checked(STATS)
         sums = read_sums(self.path, self.layer_ids, self.hidden_size)
         return channel_rms(sums[layer], self.manifest.num_tokens)
 
     # --- opening ------------------------------------------------------------------------------------------------
 
     def _read_plan(self) -> Plan:
-        recorded = self.manifest.files.get(PLAN)
-        if recorded is None:
-            raise CacheCorrupt(f"{self.path / MANIFEST}: files: expected a record of {PLAN}, found none")
-        path = check_size(self.path, PLAN, recorded)
-        if digest_file(path) != recorded:
-            raise CacheCorrupt(f"{path}: its content is not the one the manifest records; extract the cache again")
+        self._checked(PLAN)
         plan = read_plan(self.path)
         check_manifest(self.path, self.manifest, plan)
         return plan
 
     def _keep_rows(self, plan: Plan) -> None:
-        """Take the plan's columns without the dropped rows, and check that they add up to the shard table."""
+        """Take the plan's columns without the dropped rows (`check_manifest` has seen that they are in the plan)."""
         dropped = {name for record in self.manifest.shards for ids in record.dropped.values() for name in ids}
         keep = np.asarray([name not in dropped for name in plan.row_ids], dtype=np.bool_)
         shards = np.repeat(np.arange(plan.num_shards, dtype=np.int64), plan.shard_rows)
@@ -199,14 +213,6 @@ class CacheReader:
         self.row_shard: IntArray = shards[keep]
         self._offsets: IntArray = np.concatenate([[0], np.cumsum(self.num_tokens)]).astype(np.int64)
         self._shard_rows: IntArray = np.searchsorted(self.row_shard, np.arange(self.num_shards + 1)).astype(np.int64)
-        for record in self.manifest.shards:
-            first, last = self._shard_rows[record.shard], self._shard_rows[record.shard + 1]
-            tokens = int(self._offsets[last] - self._offsets[first])
-            if (record.num_rows, record.num_tokens) != (last - first, tokens):
-                raise CacheCorrupt(
-                    f"{self.path / MANIFEST}: shard {record.shard}: {record.num_rows} rows and {record.num_tokens} "
-                    f"tokens, {PLAN} and the dropped rows say {last - first} and {tokens}"
-                )
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -222,10 +228,7 @@ class CacheReader:
         if arrays is None:
             record = self.manifest.shards[shard]
             directory = shard_dir(self.path, shard)
-            if read_record(directory, self.layer_ids) != record:
-                raise CacheCorrupt(
-                    f"{directory / RECORD}: not the record in the manifest: this shard is another cache's"
-                )
+            read_record(directory, self.layer_ids, expected=record)
             first, last = int(self._shard_rows[shard]), int(self._shard_rows[shard + 1])
             id_bytes = sum(len(name.encode()) for name in self.row_ids[first:last])
             identity = self.manifest.identity

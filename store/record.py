@@ -107,7 +107,7 @@ def parse_layers(source: Fields, layer_ids: tuple[int, ...]) -> dict[int, LayerS
             mean=entry.number("mean"),
             rms=entry.number("rms"),
         )
-        if stats.zeros + stats.nans + stats.infs > stats.values or stats.rms < 0:
+        if stats.zeros + stats.nans + stats.infs > stats.values or not stats.rms >= 0:
             entry.fail("", "counts within the number of values", vars(stats))
         layers[layer] = stats
     return layers
@@ -132,16 +132,23 @@ def write_record(directory: Path, record: ShardRecord) -> None:
     (directory / RECORD).write_bytes(seal({"format": FORMAT_VERSION, **record.fields()}))
 
 
-def read_record(directory: Path, layer_ids: tuple[int, ...]) -> ShardRecord:
+def read_record(directory: Path, layer_ids: tuple[int, ...], expected: ShardRecord | None = None) -> ShardRecord:
     """Read a shard's record.
 
     Raises:
         CacheMissing: there is none.
-        CacheCorrupt: it is damaged.
+        CacheCorrupt: it is damaged, or not the expected one.
     """
-    source = read_sealed(directory / RECORD)
+    cache = directory.parent.parent
+    source = read_sealed(safe_join(cache, (directory / RECORD).relative_to(cache).as_posix()))
     source.integer("format", FORMAT_VERSION, FORMAT_VERSION)
-    return parse_record(source, layer_ids)
+    record = parse_record(source, layer_ids)
+    if expected is not None and record != expected:
+        raise CacheCorrupt(
+            f"{directory / RECORD}: not the record in the manifest: this shard is another cache's, or was made again "
+            "by an interrupted repair; `dflash cache repair` makes it again"
+        )
+    return record
 
 
 def digest_file(path: Path) -> FileRecord:
@@ -171,10 +178,30 @@ def check_size(directory: Path, name: str, record: FileRecord) -> Path:
     path = safe_join(directory, name)
     size = file_size(path)
     if size is None:
-        raise CacheMissing(f"{path}: missing; the cache is damaged, extract it again or restore this file")
+        raise CacheMissing(f"{path}: missing; the cache is damaged, `dflash cache repair` makes it again")
     if size != record.num_bytes:
         raise CacheCorrupt(
-            f"{path}: expected {record.num_bytes} bytes, found {size}; the cache is damaged, extract it again"
+            f"{path}: expected {record.num_bytes} bytes, found {size}; `dflash cache repair` makes it again"
+        )
+    return path
+
+
+def check_file(directory: Path, name: str, record: FileRecord) -> Path:
+    """Check that a recorded file is there with its recorded size and content, and return its path.
+
+    Raises:
+        CacheMissing: it is gone, or may not be read.
+        CacheCorrupt: its size or content is another.
+    """
+    path = check_size(directory, name, record)
+    try:
+        found = digest_file(path)
+    except OSError as error:
+        raise CacheMissing(f"{path}: cannot be read ({error.strerror or error})") from error
+    if found != record:
+        raise CacheCorrupt(
+            f"{path}: its content is not the recorded one (xxh3 {found.xxh3}, expected {record.xxh3}); "
+            "`dflash cache repair` makes it again"
         )
     return path
 

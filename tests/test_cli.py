@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ def test_corpus_to_export_on_a_flat_target_and_on_a_wrapper(
     assert run_json("evaluate", "--drafter", exported, "--cache", cache)["tau"] == figures["tau"]
     assert run_json("cache", "verify", cache)["ok"] is True
     assert run_json("cache", "info", cache)["fingerprint"] == extracted["fingerprint"]
+    assert run_json("cache", "diff", cache, cache)["rows"] == 37
 
 
 def test_evaluate_says_estimate_wherever_it_prints_an_off_policy_tau(tiny_cache: Path, tmp_path: Path) -> None:
@@ -89,6 +92,8 @@ def test_print_config_shows_every_key_and_with_a_cache_every_resolved_value(tiny
         (["extract", "--corpus", "{corpus}", "--target", "{target}", "--out", "{out}", "--layers", "1,9"], "9"),
         (["extract", "--corpus", "{corpus}", "--target", "{target}", "--out", "{out}", "--codec", "q9"], "lossless"),
         (["cache", "verify", "{target}"], "{target}"),
+        (["cache", "repair", "{target}"], "{target}"),
+        (["cache", "diff", "{cache}", "{target}"], "{target}"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_1(
@@ -116,6 +121,33 @@ def test_dry_run_prints_the_estimate_and_writes_nothing(
     found = run_json("extract", "--corpus", chat_corpus, "--target", tiny_target_dir, "--out", out, "--dry-run")
     assert {"rows", "tokens", "estimated_bytes", "free_bytes"} <= set(found)
     assert not out.exists()
+
+
+def test_a_damaged_cache_stops_training_and_is_repaired(
+    tiny_cache: Path, tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path
+) -> None:
+    cache = Path(shutil.copytree(tiny_cache, tmp_path / "cache"))
+    fingerprint = run_json("cache", "info", cache)["fingerprint"]
+    flipped = bytearray((cache / "shards/00001/states/1/c/0/0").read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    faults: dict[str, Callable[[Path], object]] = {
+        "states/1/c/0/0": lambda path: path.write_bytes(flipped),
+        "tokens/c/0": lambda path: path.unlink(),
+    }
+    for name, damage in faults.items():
+        damage(cache / "shards/00001" / name)
+        stopped = run("train", "--cache", cache, "--out", tmp_path / "run", "--steps", 3, *SETS)
+        assert stopped.exit_code == 1
+        assert f"shards/00001/{name}" in stopped.stderr.splitlines()[-1]
+        assert "dflash cache repair" in stopped.stderr
+        checked = run("cache", "verify", cache, "--json")
+        assert checked.exit_code == 1
+        assert json.loads(checked.stdout)["bad_shards"] == [1]
+        given = ("--corpus", chat_corpus, "--target", tiny_target_dir, "--device", "cpu")
+        repaired = run_json("cache", "repair", cache, *given)
+        assert (repaired["repaired_shards"], repaired["ok"]) == ([1], True)
+        assert repaired["fingerprint"] == fingerprint
+    assert run("train", "--cache", cache, "--out", tmp_path / "run", "--steps", 3, *SETS).exit_code == 0
 
 
 TRAIN_UNDER_TRACE = """

@@ -1,0 +1,126 @@
+"""Putting files of a finished cache in place again: one shard, the target's folder, the manifest.
+
+At every moment a reader sees the old state, the new one, or an error that names the shard: a new shard beside an old
+manifest has another record than the manifest says, unless it is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ..errors import DflashError
+from .durable import commit_dir, explained, fsync_path, make_temporary_dir, remove_stale, write_atomic
+from .head import TargetHead, write_head
+from .layout import LOCK, PLAN, SHARDS, STATS, TARGET, TEMP_PREFIX, shard_dir, shard_name
+from .manifest import Manifest, build_manifest, write_manifest
+from .plan import Plan
+from .record import ShardRecord, digest_file, record_files, write_record
+from .rows import Row
+from .shard import order_rows, write_shard_files
+from .stats import add_sums, read_sums, sums_bytes
+
+
+@contextmanager
+def replacing(cache: Path) -> Iterator[None]:
+    """Hold the cache's lock, and clear away what a killed repair left.
+
+    Raises:
+        DflashError: another process holds the lock, or the folder may not be written.
+    """
+    with explained(cache):
+        lock = FileLock(str(cache / LOCK))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise DflashError(
+                f"{cache}: another process is writing this cache right now (it holds {cache / LOCK}); wait for it"
+            ) from None
+        try:
+            remove_stale(cache)
+            remove_stale(cache / SHARDS)
+            yield
+        finally:
+            lock.release()
+
+
+def replace_shard(
+    cache: Path, plan: Plan, shard: int, rows: list[Row], dropped: Mapping[str, list[str]]
+) -> ShardRecord:
+    """Write a shard beside its place and put it there, also where a damaged one is.
+
+    Raises:
+        CacheMismatch: the rows are not those of the plan.
+        DflashError: the disk is full.
+    """
+    ordered = order_rows(plan, shard, rows, dropped)
+    with explained(cache):
+        (cache / SHARDS).mkdir(exist_ok=True)
+        temporary = make_temporary_dir(cache / SHARDS, shard_name(shard))
+        try:
+            record = write_shard_files(temporary, plan, shard, ordered, dropped)
+            write_record(temporary, record)
+            _swap_dir(temporary, shard_dir(cache, shard))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return record
+
+
+def replace_target(cache: Path, head: TargetHead, target_files: Callable[[Path], None]) -> None:
+    """Write the target's head, config and tokenizer again."""
+    with explained(cache):
+        temporary = make_temporary_dir(cache, TARGET)
+        try:
+            write_head(temporary, head)
+            target_files(temporary)
+            _swap_dir(temporary, cache / TARGET)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def replace_manifest(
+    cache: Path, plan: Plan, old: Manifest, records: Mapping[int, ShardRecord], versions: Mapping[str, str]
+) -> Manifest:
+    """Write statistics and manifest again after shards or files were replaced; return the manifest.
+
+    The identity stays. Where a new record differs from the old one the fingerprint changes, and the old one becomes
+    the last of the parents.
+
+    Args:
+        records: the new records by shard; the others stay.
+        versions: of the packages that made the new shards, where any differs from the old record.
+    """
+    shards = tuple(records.get(record.shard, record) for record in old.shards)
+    layer_ids, hidden = plan.identity.layer_ids, plan.hidden_size
+    stored = [record.shard for record in shards if record.num_rows]
+    sums = add_sums([read_sums(shard_dir(cache, shard), layer_ids, hidden) for shard in stored])
+    with explained(cache):
+        write_atomic(cache / STATS, sums_bytes(sums))
+        files = {f"{TARGET}/{name}": record for name, record in record_files(cache / TARGET).items()}
+        files |= {name: digest_file(cache / name) for name in (PLAN, STATS)}
+        same = shards == old.shards
+        parents = old.parents if same else (*old.parents, old.fingerprint)
+        manifest = build_manifest(plan, shards, files, old.versions if same else versions, parents)
+        write_manifest(cache, manifest)
+    return manifest
+
+
+def _swap_dir(temporary: Path, final: Path) -> None:
+    """Commit a folder to its place; what was there is moved aside first and removed afterwards."""
+    aside = final.with_name(f"{TEMP_PREFIX}old-{final.name}-{secrets.token_hex(4)}")
+    if final.is_symlink() or final.is_file():
+        final.unlink()
+    moved = final.exists()
+    if moved:
+        final.rename(aside)
+        fsync_path(final.parent)
+    commit_dir(temporary, final)
+    if moved:
+        shutil.rmtree(aside)
