@@ -6,13 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPECHECK := .typecheck
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint fuzz install clean
 
 demo: install
 	$(BIN)/dflash demo --out demo
 
 test: install lint
 	$(BIN)/python -m pytest -q
+
+fuzz: install
+	DFLASH_FUZZ=full $(BIN)/python -m pytest -q tests/store/test_damage.py tests/store/test_fuzz.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -83,6 +83,8 @@ def _read_index(file: BinaryIO, path: Path, size: int, num_chunks: int) -> NDArr
     least = BLOSC_HEADER_BYTES + CHECKSUM_BYTES
     if (index > data_bytes).any() or (index.sum(axis=1) > data_bytes).any() or (index[:, 1] < least).any():
         raise _corrupt(path, "its index lacks chunks or names bytes outside the file")
+    if int(index[:, 1].sum()) > data_bytes:
+        raise _corrupt(path, "its chunks take more bytes than it has: one stands for several")
     return index.astype(np.int64)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import xxhash
 
 from ..errors import CacheCorrupt, CacheMissing
-from .layout import MAX_JSON_BYTES
+from .layout import MAX_JSON_BYTES, file_size
 
 DIGEST_HEX = 32
 MAX_NUMBER = 2.0**128
@@ -42,11 +42,12 @@ def read_bytes(path: Path) -> bytes:
         CacheMissing: there is no such file, or it may not be read.
         CacheCorrupt: it is larger than any JSON file of the format may be.
     """
+    size = file_size(path)
+    if size is None:  # also a pipe or a device, which would never end
+        raise CacheMissing(f"{path}: missing, or no regular file; the cache needs this file")
+    if size > MAX_JSON_BYTES:
+        raise CacheCorrupt(f"{path}: larger than {MAX_JSON_BYTES} bytes, the most a JSON file of a cache may have")
     try:
-        if not path.is_file():  # also a pipe or a device, which would never end
-            raise CacheMissing(f"{path}: missing, or no regular file; the cache needs this file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CacheCorrupt(f"{path}: larger than {MAX_JSON_BYTES} bytes, the most a JSON file of a cache may have")
         return path.read_bytes()
     except OSError as error:
         raise CacheMissing(f"{path}: cannot be read ({error.strerror or error}); the cache needs this file") from error
@@ -87,7 +88,10 @@ def read_sealed(path: Path) -> Fields:
     data = read_bytes(path)
     fields = parse_json(data, path)
     stored = fields.text("digest")
-    found = digest_json({key: value for key, value in fields.values.items() if key != "digest"})
+    try:
+        found = digest_json({key: value for key, value in fields.values.items() if key != "digest"})
+    except (ValueError, RecursionError) as error:  # a lone surrogate, a number that overflows
+        raise CacheCorrupt(f"{path}: holds a value that no cache writes ({error}); it is damaged") from error
     if stored != found:
         raise CacheCorrupt(f"{path}: its digest says {stored}, its content {found}: changed since it was written")
     if canonical_bytes(fields.values) + b"\n" != data:

@@ -90,8 +90,11 @@ def read_sums(directory: Path, layer_ids: tuple[int, ...], hidden_size: int) -> 
         CacheCorrupt: it is damaged, or not of these layers and this width.
     """
     path = directory / STATS
-    if file_size(path) is None:
-        raise CacheMissing(f"{path}: missing; the cache is damaged, extract it again")
+    size, most = file_size(path), len(layer_ids) * (2 * 8 * hidden_size + 1024) + 1024
+    if size is None:
+        raise CacheMissing(f"{path}: missing; the cache is damaged, `dflash cache repair` makes it again")
+    if size > most:
+        raise CacheCorrupt(f"{path}: {size} bytes, statistics of {len(layer_ids)} layers have at most {most}")
     try:
         tensors = load_file(str(path))
         sums = {layer: ChannelSums(tensors[f"{layer}.sum"], tensors[f"{layer}.sum_squares"]) for layer in layer_ids}
@@ -101,6 +104,10 @@ def read_sums(directory: Path, layer_ids: tuple[int, ...], hidden_size: int) -> 
         for values in (part.total, part.squares):
             if values.shape != (hidden_size,) or values.dtype != np.float64:
                 raise CacheCorrupt(f"{path}: expected [{hidden_size}] float64, found {values.shape} {values.dtype}")
+            if not np.isfinite(values).all():
+                raise CacheCorrupt(f"{path}: a sum that is not a finite number; the cache is damaged")
+        if (part.squares < 0).any():
+            raise CacheCorrupt(f"{path}: a sum of squares below zero; the cache is damaged")
     return sums
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..drafter.device import choose_device
-from ..errors import ConfigError
+from ..errors import CacheCorrupt, ConfigError, DflashError
 from ..store import CacheReader, open_cache
 from ..store.splits import split_rows
 from .config import CacheFacts, Recipe, ResolvedConfig, resolve
@@ -27,11 +27,22 @@ def printed_config(recipe: Recipe, cache: Path | None, device: str) -> dict[str,
 
 
 def resolve_for(recipe: Recipe, cache: CacheReader, folder: RunFolder | None, device: torch.device) -> ResolvedConfig:
-    """Resolve a recipe against a cache; a resumed run keeps the precision that its first start chose."""
+    """Resolve a recipe against a cache; a resumed run keeps the precision that its first start chose.
+
+    Raises:
+        ConfigError: a setting is not valid for this cache.
+        CacheCorrupt: the target's config or tokenizer in the cache are not what such files hold.
+    """
     saved = folder.saved_config() if folder else None
     chosen = saved.get("precision") if saved and recipe.precision == "auto" else None
-    facts = cache_facts(cache, recipe.heldout_share)
-    return resolve(recipe, facts, chosen or choose_precision(recipe.precision, device))
+    try:
+        facts = cache_facts(cache, recipe.heldout_share)
+        return resolve(recipe, facts, chosen or choose_precision(recipe.precision, device))
+    except DflashError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
+        # these files come with the cache, from strangers: any type may stand anywhere
+        raise CacheCorrupt(f"{cache.target_dir}: not the config and tokenizer of a target ({error!r})") from error
 
 
 def cache_facts(cache: CacheReader, heldout_share: float) -> CacheFacts:

@@ -102,6 +102,16 @@ def test_a_hostile_index_is_refused(file: Path, name: str) -> None:
         read(file)
 
 
+def test_one_stored_chunk_that_stands_for_several_is_refused(file: Path) -> None:
+    """A bomb: a small file whose index names the same bytes again and again."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[-4 - 16 * NUM_CHUNKS + 8 :][:8], "little")
+    bomb = data[:length] + data[-4 - 16 * NUM_CHUNKS :]
+    file.write_bytes(with_index(bomb, lambda index: index.__setitem__(slice(None), (0, length))))
+    with pytest.raises(CacheCorrupt, match="one stands for several"):
+        read(file)
+
+
 CHUNK: dict[str, Callable[[bytearray], object]] = {
     "a header that promises fewer bytes": lambda data: data.__setitem__(slice(4, 8), (64).to_bytes(4, "little")),
     "a header that promises a gigabyte": lambda data: data.__setitem__(slice(4, 8), (2**30).to_bytes(4, "little")),
