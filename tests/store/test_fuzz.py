@@ -165,7 +165,7 @@ def test_a_mutated_plan_or_record_that_the_manifest_vouches_for_gives_our_errors
 ) -> None:
     """The hostile author seals the changed file, and enters it into a manifest that is sealed again."""
     path, truth = fuzzed
-    name = data.draw(st.sampled_from(["plan.json", "shards/00000/record.json"]))
+    name = data.draw(st.sampled_from(["plan.json", "shards/00001/record.json"]))
     restore = restored(path, "manifest.json", name)
     fields = json.loads((path / name).read_bytes())
     del fields["digest"]
@@ -186,7 +186,7 @@ def test_a_mutated_plan_or_record_that_the_manifest_vouches_for_gives_our_errors
             manifest["files"][name] = {"bytes": len(changed), "xxh3": digest_bytes(changed)}
             manifest["identity"] = value.get("identity")
         else:
-            manifest["shards"][0] = {key: entry for key, entry in value.items() if key != "format"}
+            manifest["shards"][1] = {key: entry for key, entry in value.items() if key != "format"}
         (path / "manifest.json").write_bytes(seal(manifest))
         look(path, synthetic, truth)
     finally:
@@ -229,7 +229,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("edge", sorted(EDGES))
-@pytest.mark.parametrize("name", ["manifest.json", "plan.json", "shards/00000/record.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json", "shards/00001/record.json"])
 def test_json_at_the_edges_of_the_language_gives_our_errors(
     fuzzed: tuple[Path, list[Row]], tmp_path: Path, name: str, edge: str
 ) -> None:
