@@ -171,6 +171,7 @@ def train(
     "--sources", type=EXISTING, multiple=True, help="Corpus file whose rows name their source; may be repeated."
 )
 @click.option("--samples", type=click.IntRange(min=0), default=0, help="Show so many rows, of each source.")
+@click.option("--report", type=ANY_PATH, help="HTML file to write.")
 @click.option("--diagnose", is_flag=True, help="Look behind tau: context, layers, mask, rotation, divergence.")
 @click.option("--device", default="auto", show_default=True)
 @json_option

@@ -21,6 +21,7 @@ from .compare import check_comparable, comparison, unseen_rows
 from .diagnose import Diagnosis
 from .locate import locate_drafter
 from .measure import FrozenHead
+from .report import check_report, training_curve, write_report
 from .sources import UNNAMED, by_source, read_sources, sample_rows
 from .walks import Say, measure_rows
 
@@ -38,6 +39,7 @@ class EvaluateConfig:
         diagnose: also look behind the figures (`Diagnosis`); walks every row twice.
         sources: corpus files whose field `source` breaks the figures down (`read_sources`).
         samples: show so many rows, of each source, with the drafts accepted in them.
+        report: HTML file to write beside the figures.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -52,6 +54,7 @@ class EvaluateConfig:
     diagnose: bool = False
     sources: tuple[Path, ...] = ()
     samples: int = 0
+    report: Path | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -79,6 +82,8 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         ConfigError: they do not fit each other, or the split has no rows.
     """
     started = time.perf_counter()
+    if config.report:
+        check_report(config.report)
     device = choose_device(config.device)
     directory = locate_drafter(config.drafter)
     drafter = load_drafter(directory)
@@ -108,7 +113,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         theirs = measure_rows(other.drafter.model.to(device), head, cache, rows, say, [])
         extras["against"] = comparison(other.directory, figures, theirs, other.drafter)
     baselines = _baselines(config, drafter, cache, figures.rows)
-    return {
+    result = {
         "drafter": str(directory),
         "cache": str(config.cache),
         "cache_fingerprint": cache.fingerprint,
@@ -124,6 +129,10 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
         "baselines_note": baselines.note,
         "seconds": time.perf_counter() - started,
     }
+    if config.report:
+        write_report(config.report, result, training_curve(directory))
+        say(f"{config.report}: written")
+    return result
 
 
 def check_match(drafter: DrafterConfig, cache: CacheReader) -> None:
