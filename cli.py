@@ -156,7 +156,9 @@ def train(
     from .train.loop import TrainOptions, run_train
 
     options = TrainOptions(cache=cache, out=out, recipe=loaded, num_workers=num_workers, device=device)
-    finish(run_train(options, say), as_json)
+    result = run_train(options, say)
+    if result is not None:
+        finish(result, as_json)
 
 
 @main.command()

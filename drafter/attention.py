@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .layout import PackLayout, Value
-from .masks import dense_mask, mask_mod, segment_tiles
+from .masks import dense_mask, segment_tiles
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of T tokens, each [T, K, D]."""
@@ -100,26 +100,17 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def flex_attention(queries: Tensor, context: KeyValue, own: KeyValue, scope: Scope) -> Tensor:
-    """Flex attention under a block mask made from `mask_mod`."""
-    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (slow import, CUDA only)
+    """Flex attention under the pack's block mask."""
+    from .blocks import block_mask  # noqa: PLC0415 (slow import, CUDA only)
 
     if len(queries) == 0:
         return queries.flatten(1)
     keys, values = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
-    block_mask = scope.cached(
-        "flex",
-        queries,
-        lambda: create_block_mask(
-            mask_mod(scope.layout, scope.block_size, scope.window, queries.device),
-            None,
-            None,
-            len(queries),
-            keys.shape[2],
-            device=str(queries.device),
-        ),
+    mask = scope.cached(
+        "flex", queries, lambda: block_mask(scope.layout, scope.block_size, scope.window, queries.device)
     )
     attended: Tensor = _compiled_flex()(
-        queries.transpose(0, 1)[None], keys, values, block_mask=block_mask, enable_gqa=queries.shape[1] != keys.shape[1]
+        queries.transpose(0, 1)[None], keys, values, block_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1]
     )
     return attended[0].transpose(0, 1).flatten(1)
 

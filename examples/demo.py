@@ -42,6 +42,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"2/4 train: the drafter learns from {cache}; the target is not loaded")
     options = TrainOptions(cache=cache, out=run, recipe=load_recipe("default", RECIPE), device="cpu")
     training = run_train(options, say)
+    assert training is not None  # one process
     say("3/4 evaluate: how many tokens a verification would yield, on rows the drafter has not seen")
     evaluation = run_evaluate(EvaluateConfig(drafter=run, cache=cache, device="cpu"), say)
     say(f"4/4 export: the weights alone, as vLLM, SGLang and z-lab's code load them, to {exported}")

@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,9 +19,9 @@ from ..drafter.checkpoint import load_drafter, save_drafter
 from ..drafter.model import DFlashDrafter
 from ..errors import CheckpointError
 from ..store.durable import commit_dir
+from .optimizer import MOMENTS
 
 _OPTIMIZER, _STATE = "optimizer.safetensors", "state.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -36,12 +35,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    run: Path,
-    step: int,
-    model: DFlashDrafter,
-    optimizer: torch.optim.Optimizer,
-    extra: dict[str, Any],
-    keep: int,
+    run: Path, step: int, model: DFlashDrafter, moments: dict[str, Tensor], extra: dict[str, Any], keep: int
 ) -> Path:
     """Write the checkpoint after `step` steps and delete all but the newest `keep`.
 
@@ -49,7 +43,7 @@ def save_checkpoint(
         run: the run's folder.
         step: number of finished steps.
         model: its weights are saved in float32.
-        optimizer: AdamW over the model's parameters.
+        moments: `<parameter>.exp_avg` and `.exp_avg_sq` of every parameter.
         extra: what the drafter's config.json records of the run.
         keep: how many checkpoints stay.
     """
@@ -58,7 +52,7 @@ def save_checkpoint(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     save_drafter(beside, model, extra=extra)
-    save_file(_moments(model, optimizer), beside / _OPTIMIZER)
+    save_file(moments, beside / _OPTIMIZER)
     (beside / _STATE).write_text(json.dumps({"format": 1, "step": step}), encoding="utf-8")
     if path.exists():
         shutil.rmtree(path)
@@ -68,33 +62,22 @@ def save_checkpoint(
     return path
 
 
-def restore_checkpoint(path: Path, model: DFlashDrafter, optimizer: torch.optim.Optimizer) -> int:
-    """Load weights and moments into a model and its optimiser, and return the number of finished steps.
+def read_checkpoint(path: Path, model: DFlashDrafter) -> tuple[int, dict[str, Tensor]]:
+    """Load the weights into `model`; return the number of finished steps and the optimiser's moments.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another drafter.
     """
     try:
-        step = json.loads((path / _STATE).read_text(encoding="utf-8"))["step"]
+        step = int(json.loads((path / _STATE).read_text(encoding="utf-8"))["step"])
         moments = load_file(path / _OPTIMIZER)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}; delete this checkpoint to go on from the one before") from None
     saved, _, _ = load_drafter(path)
     model.load_state_dict(saved.state_dict())
     for name, parameter in model.named_parameters():
-        state: dict[str, Tensor] = {"step": torch.tensor(float(step))}
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             value = moments.get(f"{name}.{moment}")
             if value is None or value.shape != parameter.shape:
                 raise CheckpointError(f"{path / _OPTIMIZER}: {name}.{moment} is missing or has another shape")
-            state[moment] = value.to(parameter.device)
-        optimizer.state[parameter] = state
-    return int(step)
-
-
-def _moments(model: DFlashDrafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}.{moment}": optimizer.state[parameter][moment].contiguous()
-        for name, parameter in model.named_parameters()
-        for moment in _MOMENTS
-    }
+    return step, moments

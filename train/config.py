@@ -20,6 +20,8 @@ LARGE_PACK, SMALL_PACK = (4096, 256), (1024, 64)
 """Tokens and anchors of a step."""
 PAPER_WARMUP_STEPS = 2801
 
+Shard = Literal["none", "full"]
+Tracker = Literal["none", "tensorboard", "trackio", "wandb"]
 NoiseKind = Literal["none", "uniform", "gaussian"]
 NoiseSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -70,19 +72,24 @@ class Recipe:
     pack_tokens: int | None = None
     anchors_per_pack: int | None = None
     shuffle_tokens: int = 32768
+    packs_per_step: int | None = None
+    shard: Shard = "none"
     # held-out rows and checkpoints
     heldout_share: float = 0.05
     eval_every: int | None = None
     eval_rows: int = 16
     checkpoint_every: int | None = None
+    checkpoint_minutes: float = 10.0
     keep_checkpoints: int = 2
+    tracker: Tracker = "none"
 
     def __post_init__(self) -> None:
         _check_types(self)
         positive = ["num_layers", "gamma", "kl_temperature", "epochs", "grad_clip"]
-        positive += ["shuffle_tokens", "eval_rows", "keep_checkpoints"]
+        positive += ["shuffle_tokens", "eval_rows", "keep_checkpoints", "checkpoint_minutes"]
         optional = ["block_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window"]
         optional += ["steps", "lr", "eval_every", "checkpoint_every", "pack_tokens", "anchors_per_pack"]
+        optional += ["packs_per_step"]
         for name in positive + [name for name in optional if getattr(self, name) is not None]:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected a positive number")
@@ -145,6 +152,7 @@ class CacheFacts:
     has_final: bool
     dtype: str
     num_train_tokens: int
+    num_train_shards: int
     target_config: dict[str, Any]
     tokenizer: TokenizerFacts
 
@@ -158,6 +166,7 @@ class ResolvedConfig:
     label_layer: int | None
     pack_tokens: int
     anchors_per_pack: int
+    packs_per_step: int
     steps: int
     lr: float
     warmup_steps: int
@@ -179,8 +188,8 @@ class ResolvedConfig:
         return plain
 
 
-def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig:
-    """Fill in what a recipe leaves to the cache.
+def resolve(recipe: Recipe, facts: CacheFacts, precision: str, packs_per_step: int = 1) -> ResolvedConfig:
+    """Fill in what a recipe leaves to the cache; `packs_per_step` counts where the recipe does not say.
 
     Raises:
         ConfigError: the cache lacks what the recipe asks for, or context and label layers overlap.
@@ -189,7 +198,14 @@ def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig
     drafter = _drafter_config(recipe, facts, _context_layers(recipe, facts, label_layer))
     pack_tokens, anchors_per_pack = LARGE_PACK if facts.hidden_size >= LARGE_HIDDEN else SMALL_PACK
     pack_tokens = recipe.pack_tokens or pack_tokens
-    steps = recipe.steps or max(1, math.ceil(recipe.epochs * facts.num_train_tokens / pack_tokens))
+    packs_per_step = recipe.packs_per_step or packs_per_step
+    if packs_per_step > facts.num_train_shards:
+        raise ConfigError(
+            f"packs_per_step = {packs_per_step}: each pack of a step comes from shards of its own, and the cache has "
+            f"{facts.num_train_shards}; set fewer, or extract with a smaller --shard-tokens"
+        )
+    tokens_per_step = pack_tokens * packs_per_step
+    steps = recipe.steps or max(1, math.ceil(recipe.epochs * facts.num_train_tokens / tokens_per_step))
     warmup = min(PAPER_WARMUP_STEPS, math.ceil(0.04 * steps)) if recipe.warmup_steps is None else recipe.warmup_steps
     if warmup > steps:
         raise ConfigError(f"warmup_steps = {warmup}: more than steps = {steps}")
@@ -199,6 +215,7 @@ def resolve(recipe: Recipe, facts: CacheFacts, precision: str) -> ResolvedConfig
         label_layer=label_layer,
         pack_tokens=pack_tokens,
         anchors_per_pack=recipe.anchors_per_pack or anchors_per_pack,
+        packs_per_step=packs_per_step,
         steps=steps,
         lr=recipe.lr or default_lr(facts.hidden_size),
         warmup_steps=warmup,
@@ -292,7 +309,7 @@ def _check_types(recipe: Recipe) -> None:
             allowed += (int,)
         if "float" in kind:
             allowed += (int, float)
-        if "str" in kind or "Kind" in kind or "Schedule" in kind or "Precision" in kind:
+        if "str" in kind or "Kind" in kind or "Schedule" in kind or "Precision" in kind or kind in ("Shard", "Tracker"):
             allowed += (str,)
         if kind == "bool":
             allowed = (bool,)
@@ -303,6 +320,7 @@ def _check_types(recipe: Recipe) -> None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             raise ConfigError(f"{field.name} = {value!r}: expected {kind}")
     choices = {"noise_kind": NoiseKind, "noise_schedule": NoiseSchedule, "precision": Precision}
+    choices |= {"shard": Shard, "tracker": Tracker}
     for name, choice in choices.items():
         if getattr(recipe, name) not in choice.__args__:  # type: ignore[attr-defined]
             raise ConfigError(f"{name} = {getattr(recipe, name)!r}: expected one of {', '.join(choice.__args__)}")  # type: ignore[attr-defined]

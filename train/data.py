@@ -23,19 +23,20 @@ from .config import ResolvedConfig
 from .labels import Supervision, eligible_positions, supervise
 from .sampling import PackSpec, RowTable, Window, choose_anchors, plan_windows, skip_packs
 
-QUEUED_PACKS = 2
+QUEUED_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """One step's input, on the CPU.
+    """What goes through the drafter at once, on the CPU; a step is one pack or several.
 
     `states_TC` [T, K*H] in the cache's dtype, columns in the order of the drafter's context layers; `tokens_T` [T]
     int64; `label_states_NH` [N, H] where the recipe takes labels from a state, at the positions that name the
-    supervised slots' tokens.
+    supervised slots' tokens; `stream` says which pack of its step it is.
     """
 
     spec: PackSpec
+    stream: int
     row_ids: tuple[str, ...]
     layout: PackLayout
     tokens_T: Tensor
@@ -44,7 +45,7 @@ class Pack:
     label_states_NH: Tensor | None
 
 
-def build_pack(rows: list[Row], spec: PackSpec, config: ResolvedConfig) -> Pack:
+def build_pack(rows: list[Row], spec: PackSpec, config: ResolvedConfig, stream: int = 0) -> Pack:
     """Put rows back to back, choose their anchors and label their slots.
 
     Raises:
@@ -80,6 +81,7 @@ def build_pack(rows: list[Row], spec: PackSpec, config: ResolvedConfig) -> Pack:
     )
     return Pack(
         spec=spec,
+        stream=stream,
         row_ids=tuple(row.id for row in rows),
         layout=PackLayout(offsets, anchors_A),
         tokens_T=tokens_T,
@@ -99,37 +101,62 @@ def _label_states(rows: list[Row], config: ResolvedConfig, sources_N: Tensor) ->
 
 
 @contextmanager
-def open_packs(
-    cache: CacheReader, table: RowTable, config: ResolvedConfig, *, first_step: int, num_workers: int
-) -> Iterator[Iterator[Pack]]:
-    """Give an endless iterator over packs from step `first_step` (0-based) on.
+def open_steps(
+    cache: CacheReader,
+    table: RowTable,
+    config: ResolvedConfig,
+    *,
+    first_step: int,
+    num_workers: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Iterator[Iterator[list[Pack]]]:
+    """Give an endless iterator over the packs of each step, from step `first_step` (0-based) on.
+
+    Of the `packs_per_step` streams of packs, this process reads every `num_ranks`-th, so that ranks read different
+    shards, and the packs of a step do not depend on the number of ranks.
 
     With workers, shards of the next window are decoded and packs are built in background threads (decoding leaves the
-    interpreter lock), at most `QUEUED_PACKS` ahead; with none, all happens in the caller's thread. The packs are the
+    interpreter lock), at most `QUEUED_STEPS` ahead; with none, all happens in the caller's thread. The packs are the
     same either way. Leaving the context stops the threads.
     """
-    recipe = config.recipe
-    windows = plan_windows(
-        table,
-        seed=recipe.seed,
-        pack_tokens=config.pack_tokens,
-        anchors_per_pack=config.anchors_per_pack,
-        shuffle_tokens=recipe.shuffle_tokens,
-    )
-    windows = skip_packs(windows, first_step)
+    mine = range(rank, config.packs_per_step, num_ranks)
+
+    def steps(pool: ThreadPoolExecutor | None) -> Iterator[list[Pack]]:
+        streams = [_packs(cache, _windows(table, config, stream, first_step), config, pool, stream) for stream in mine]
+        while True:
+            yield [next(stream) for stream in streams]
+
     if num_workers == 0:
-        yield _packs(cache, windows, config, None)
+        yield steps(None)
         return
     with ThreadPoolExecutor(num_workers) as pool:
-        ahead = _Ahead(_packs(cache, windows, config, pool))
+        ahead = _Ahead(steps(pool))
         try:
             yield iter(ahead)
         finally:
             ahead.stop()
 
 
+def _windows(table: RowTable, config: ResolvedConfig, stream: int, first_step: int) -> Iterator[Window]:
+    windows = plan_windows(
+        table,
+        seed=config.recipe.seed,
+        pack_tokens=config.pack_tokens,
+        anchors_per_pack=config.anchors_per_pack,
+        shuffle_tokens=config.recipe.shuffle_tokens,
+        stream=stream,
+        num_streams=config.packs_per_step,
+    )
+    return skip_packs(windows, first_step)
+
+
 def _packs(
-    cache: CacheReader, windows: Iterator[Window], config: ResolvedConfig, pool: ThreadPoolExecutor | None
+    cache: CacheReader,
+    windows: Iterator[Window],
+    config: ResolvedConfig,
+    pool: ThreadPoolExecutor | None,
+    stream: int,
 ) -> Iterator[Pack]:
     layers = sorted(
         {*config.drafter.context_layer_ids, *([config.label_layer] if config.label_layer is not None else [])}
@@ -162,7 +189,7 @@ def _packs(
         if pool is not None:
             loading = load(upcoming)
         for spec in window.packs:
-            yield build_pack([rows[number] for number in spec.rows], spec, config)
+            yield build_pack([rows[number] for number in spec.rows], spec, config, stream)
         if pool is None:
             del rows, loaded
             loading = load(upcoming)
@@ -171,9 +198,9 @@ def _packs(
 class _Ahead:
     """Runs an endless iterator in a thread, a few items ahead; its exception is raised in the consumer."""
 
-    def __init__(self, source: Iterator[Pack]) -> None:
+    def __init__(self, source: Iterator[list[Pack]]) -> None:
         self._source = source
-        self._items: queue.Queue[Pack | BaseException] = queue.Queue(QUEUED_PACKS)
+        self._items: queue.Queue[list[Pack] | BaseException] = queue.Queue(QUEUED_STEPS)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-packs", daemon=True)
         self._thread.start()
@@ -186,7 +213,7 @@ class _Ahead:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, item: Pack | BaseException) -> bool:
+    def _put(self, item: list[Pack] | BaseException) -> bool:
         while not self._stopping.is_set():
             try:
                 self._items.put(item, timeout=0.1)
@@ -195,7 +222,7 @@ class _Ahead:
                 continue
         return False
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[list[Pack]]:
         while True:
             item = self._items.get()
             if isinstance(item, BaseException):

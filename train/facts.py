@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..drafter.device import choose_device
@@ -26,8 +27,12 @@ def printed_config(recipe: Recipe, cache: Path | None, device: str) -> dict[str,
     return resolve_for(recipe, open_cache(cache), None, choose_device(device)).as_dict()
 
 
-def resolve_for(recipe: Recipe, cache: CacheReader, folder: RunFolder | None, device: torch.device) -> ResolvedConfig:
-    """Resolve a recipe against a cache; a resumed run keeps the precision that its first start chose.
+def resolve_for(
+    recipe: Recipe, cache: CacheReader, folder: RunFolder | None, device: torch.device, num_ranks: int = 1
+) -> ResolvedConfig:
+    """Resolve a recipe against a cache; a resumed run keeps what its first start chose for itself.
+
+    A step of a new run has one pack for each of `num_ranks` processes, where the recipe does not say.
 
     Raises:
         ConfigError: a setting is not valid for this cache.
@@ -35,9 +40,10 @@ def resolve_for(recipe: Recipe, cache: CacheReader, folder: RunFolder | None, de
     """
     saved = folder.saved_config() if folder else None
     chosen = saved.get("precision") if saved and recipe.precision == "auto" else None
+    packs = (saved or {}).get("packs_per_step") or num_ranks
     try:
         facts = cache_facts(cache, recipe.heldout_share)
-        return resolve(recipe, facts, chosen or choose_precision(recipe.precision, device))
+        return resolve(recipe, facts, chosen or choose_precision(recipe.precision, device), packs)
     except DflashError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
@@ -47,6 +53,7 @@ def resolve_for(recipe: Recipe, cache: CacheReader, folder: RunFolder | None, de
 
 def cache_facts(cache: CacheReader, heldout_share: float) -> CacheFacts:
     """Return what resolving needs, from the manifest, the plan and the target's small files."""
+    rows = training_rows(cache, heldout_share)
     return CacheFacts(
         identity=cache.identity,
         fingerprint=cache.fingerprint,
@@ -55,7 +62,8 @@ def cache_facts(cache: CacheReader, heldout_share: float) -> CacheFacts:
         vocab_size=cache.vocab_size,
         has_final=cache.manifest.identity.keep_final,
         dtype=str(cache.dtype).removeprefix("torch."),
-        num_train_tokens=int(training_rows(cache, heldout_share).num_tokens.sum()),
+        num_train_tokens=int(rows.num_tokens.sum()),
+        num_train_shards=len(np.unique(rows.shard)),
         target_config=cache.target_config(),
         tokenizer=read_tokenizer_facts(cache.target_dir),
     )

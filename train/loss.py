@@ -43,8 +43,8 @@ def weighted_loss(
         chunk_bytes: largest size of one chunk of logits.
 
     Returns:
-        The weighted sum (float32 scalar, differentiable in `hidden_NH`) and hits [N] bool: the label was the
-        largest logit.
+        The weighted sum (float32 scalar, differentiable in `hidden_NH`) and hits [N] bool: no logit was larger than
+        the label's.
     """
     loss, hits = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head_VH, labels_N, weights_N, teacher_NH, kl_weight, kl_temperature, chunk_bytes
@@ -66,28 +66,32 @@ class _HeadLoss(torch.autograd.Function):
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         rows = max(1, chunk_bytes // (4 * len(head_VH)))
+        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         grad_NH = torch.zeros_like(hidden_NH)
         hits_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)
-        total = torch.zeros((), dtype=torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32)
-        total = total.to(hidden_NH.device)
+        total = torch.zeros((), dtype=wide, device=hidden_NH.device)
         for start in range(0, len(hidden_NH), rows):
             part = slice(start, start + rows)
-            logits = (hidden_NH[part].to(head_VH.dtype) @ head_VH.T).to(total.dtype)
-            labels, weights = labels_N[part, None], weights_N[part, None].to(total.dtype)
-            hits_N[part] = logits.argmax(1) == labels_N[part]
-            grad = torch.zeros_like(logits) if kl_weight else logits
+            logits = (hidden_NH[part].to(head_VH.dtype) @ head_VH.T).to(wide)
+            labels, weights = labels_N[part, None], weights_N[part, None].to(wide)
+            largest, label_logit = logits.amax(1, keepdim=True), logits.gather(1, labels)
+            hits_N[part] = (label_logit == largest).squeeze(1)
+            soft = None
             if kl_weight:
                 assert teacher_NH is not None
-                teacher = (teacher_NH[part].to(head_VH.dtype) @ head_VH.T).to(total.dtype)
-                total += kl_weight * (weights * _soft_kl(logits, teacher, kl_temperature, grad)).sum()
-                grad.mul_(kl_weight)
-            lse = logits.logsumexp(1, keepdim=True)
-            total += (1 - kl_weight) * (weights * (lse - logits.gather(1, labels))).sum()
-            # from here `logits` becomes the gradient of the cross entropy: softmax minus one-hot
-            logits.sub_(lse).exp_().scatter_add_(1, labels, torch.full_like(lse, -1))
-            if kl_weight:
-                grad.add_(logits, alpha=1 - kl_weight)
-            grad_NH[part] = (grad.mul_(weights).to(head_VH.dtype) @ head_VH).to(grad_NH.dtype)
+                teacher = (teacher_NH[part].to(head_VH.dtype) @ head_VH.T).to(wide)
+                kl, soft = _soft_kl(logits, teacher, kl_temperature)
+                total += kl_weight * (weights * kl).sum()
+            # in place, row by row in cache; the largest probability, at least 1/V, gives back the log of the sum
+            probs = torch.softmax(logits, 1, out=logits)
+            lse = largest - probs.amax(1, keepdim=True).log()
+            total += (1 - kl_weight) * (weights * (lse - label_logit)).sum()
+            if soft is not None:
+                probs.mul_(1 - kl_weight).add_(soft, alpha=kl_weight)
+            # the gradient by the logits is probs minus one-hot, weighted: both are cheaper after the head than before
+            grad = (probs.to(head_VH.dtype) @ head_VH).to(wide)
+            grad.sub_(head_VH[labels.squeeze(1)].to(wide), alpha=1 - kl_weight)
+            grad_NH[part] = grad.mul_(weights).to(grad_NH.dtype)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(hits_N)
         return total, hits_N
@@ -98,10 +102,10 @@ class _HeadLoss(torch.autograd.Function):
         return (grad_NH * grads[0].to(grad_NH.dtype), *[None] * 7)
 
 
-def _soft_kl(logits: Tensor, teacher: Tensor, temperature: float, grad: Tensor) -> Tensor:
-    """Return T^2 * KL(teacher_T || drafter_T) per slot, [N, 1], and put its gradient by the logits into `grad`."""
+def _soft_kl(logits: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return T^2 * KL(teacher_T || drafter_T) per slot, [N, 1], and its gradient by the logits, [N, V]."""
     log_q = (logits / temperature).log_softmax(1)
     log_p = (teacher / temperature).log_softmax(1)
     p = log_p.exp()
-    grad.copy_(log_q.exp().sub_(p).mul_(temperature))
-    return temperature**2 * (p * (log_p - log_q)).sum(1, keepdim=True)
+    kl = temperature**2 * (p * (log_p - log_q)).sum(1, keepdim=True)
+    return kl, log_q.exp_().sub_(p).mul_(temperature)

@@ -18,7 +18,7 @@ def noise_scale_at(step: int, steps: int, scale: float, schedule: str) -> float:
     return scale
 
 
-def add_noise(states: Tensor, channel_rms: Tensor, *, kind: str, scale: float, seed: int, step: int) -> Tensor:
+def add_noise(states: Tensor, channel_rms: Tensor, *, kind: str, scale: float, seed: int, draw: int) -> Tensor:
     """Return `states` plus noise in proportion to each channel's RMS over the cache.
 
     Args:
@@ -26,9 +26,9 @@ def add_noise(states: Tensor, channel_rms: Tensor, *, kind: str, scale: float, s
         channel_rms: [C] float32.
         kind: `uniform` (in -1..1) or `gaussian` (standard deviation 1), times scale and RMS.
         scale: relative size of the noise.
-        seed, step: fix the noise, so that a resumed run sees the same.
+        seed, draw: fix the noise, so that a resumed run sees the same.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + draw)
     if kind == "uniform":
         unit = torch.rand(states.shape, generator=generator) * 2 - 1
     else:

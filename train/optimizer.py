@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from ..drafter.model import DFlashDrafter
 from .config import ResolvedConfig
+from .parallel import local, placed_like, whole
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, config: ResolvedConfig) -> float:
@@ -47,13 +50,31 @@ def step_in_channel_units(
     """Clip the gradient and step, both as if fc read its channels divided by `scale` [C]; return the norm.
 
     With x = scale * u and W = V / scale, W x = V u: the gradient by V is that by W over scale, and a move of V moves W
-    by that over scale. Adam's own moments are blind to a constant factor, so nothing else changes.
+    by that over scale. Adam's own moments are blind to a constant factor, so nothing else changes. fc may be sharded
+    over its rows: its columns are whole on every rank.
     """
-    weight = model.fc.weight
-    assert weight.grad is not None
-    weight.grad.div_(scale)
+    assert model.fc.weight.grad is not None
+    local(model.fc.weight.grad).div_(scale)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    before = weight.detach().clone()
+    weight = local(model.fc.weight.detach())
+    before = weight.clone()
     optimizer.step()
     weight.copy_(before + (weight - before) / scale)
-    return float(norm)
+    return float(whole(norm))
+
+
+def whole_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return `<parameter>.exp_avg` and `.exp_avg_sq` of every parameter; with shards, every rank must call this."""
+    return {
+        f"{name}.{moment}": whole(optimizer.state[parameter][moment]).contiguous()
+        for name, parameter in model.named_parameters()
+        for moment in MOMENTS
+    }
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, model: nn.Module, step: int, moments: dict[str, Tensor]) -> None:
+    """Put saved moments into the optimiser of a model, sharded as its parameters are."""
+    for name, parameter in model.named_parameters():
+        state: dict[str, Tensor] = {"step": torch.tensor(float(step))}
+        state |= {moment: placed_like(moments[f"{name}.{moment}"], parameter) for moment in MOMENTS}
+        optimizer.state[parameter] = state

@@ -11,7 +11,16 @@ from ..store.durable import write_atomic
 from .config import ResolvedConfig
 
 CONFIG, METRICS, RESULT, DRAFTER = "config.json", "metrics.jsonl", "result.json", "drafter"
-_NOT_COMPARED = "cache_fingerprint"
+_FINGERPRINT = "cache_fingerprint"
+_HOUSEKEEPING = {
+    "eval_every",
+    "eval_rows",
+    "checkpoint_every",
+    "checkpoint_minutes",
+    "keep_checkpoints",
+    "tracker",
+}
+"""What may change when a run is resumed: no weight depends on it."""
 
 
 class RunFolder:
@@ -54,7 +63,7 @@ class RunFolder:
                 f"{self.path}: this run was started with {name} = {theirs!r}, now {ours!r}; "
                 "give the same settings to resume it, or another --out"
             )
-        if saved.get(_NOT_COMPARED) != wanted[_NOT_COMPARED]:
+        if saved.get(_FINGERPRINT) != wanted[_FINGERPRINT]:
             return ["the cache was repaired since this run started: its fingerprint has changed, its identity has not"]
         return []
 
@@ -88,13 +97,14 @@ class RunFolder:
 
 
 def differences(wanted: dict[str, Any], saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (name, wanted, saved) of every setting that differs, those of the recipe first."""
+    """Return (name, wanted, saved) of every setting of the result that differs, those of the recipe first."""
     found = []
     for part in ("recipe", "drafter"):
         theirs = saved.get(part) or {}
         found += [(name, value, theirs.get(name)) for name, value in wanted[part].items() if theirs.get(name) != value]
-    rest = [name for name in wanted if name not in ("recipe", "drafter", _NOT_COMPARED)]
-    return found + [(name, wanted[name], saved.get(name)) for name in rest if saved.get(name) != wanted[name]]
+    rest = [name for name in wanted if name not in ("recipe", "drafter", _FINGERPRINT)]
+    found += [(name, wanted[name], saved.get(name)) for name in rest if saved.get(name) != wanted[name]]
+    return [difference for difference in found if difference[0] not in _HOUSEKEEPING]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -50,12 +50,20 @@ class Window:
 
 
 def plan_windows(
-    table: RowTable, *, seed: int, pack_tokens: int, anchors_per_pack: int, shuffle_tokens: int
+    table: RowTable,
+    *,
+    seed: int,
+    pack_tokens: int,
+    anchors_per_pack: int,
+    shuffle_tokens: int,
+    stream: int = 0,
+    num_streams: int = 1,
 ) -> Iterator[Window]:
     """Yield windows for ever, epoch after epoch.
 
     A row longer than `pack_tokens` gets a pack of its own. Within a window the rows are shuffled, and each pack takes
-    the longest row that still fits out of the next `LOOKAHEAD_ROWS`.
+    the longest row that still fits out of the next `LOOKAHEAD_ROWS`. The shards of an epoch are dealt to
+    `num_streams` streams, each a sequence of packs of its own; a step takes the next pack of every stream.
 
     Args:
         table: the training rows, every one with at least one anchor.
@@ -63,13 +71,15 @@ def plan_windows(
         pack_tokens: token budget of a pack.
         anchors_per_pack: anchors granted to a pack, fewer only where its rows have fewer.
         shuffle_tokens: a window takes shards until it holds this many tokens.
+        stream: which stream, from 0.
+        num_streams: at most the number of shards.
     """
     shards = np.unique(table.shard)
     tokens = np.bincount(table.shard, weights=table.num_tokens)[shards]
     epoch = 0
     while True:
         random = np.random.default_rng([seed, epoch])
-        order = random.permutation(len(shards))
+        order = random.permutation(len(shards))[stream::num_streams]
         window: list[int] = []
         held = 0
         for position, which in enumerate(order):

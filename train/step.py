@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..drafter.layout import PackLayout
 from ..drafter.model import DFlashDrafter
@@ -84,11 +84,12 @@ def noisy_states(
     if recipe.noise_kind == "none":
         return states_TC, labels_NH
     scale = noise_scale_at(step, config.steps, recipe.noise_scale, recipe.noise_schedule)
-    states_TC = add_noise(states_TC, context_rms, kind=recipe.noise_kind, scale=scale, seed=recipe.seed, step=step)
+    draw = step * config.packs_per_step + pack.stream
+    states_TC = add_noise(states_TC, context_rms, kind=recipe.noise_kind, scale=scale, seed=recipe.seed, draw=draw)
     if recipe.noisy_labels and labels_NH is not None:
         rms = label_rms if label_rms is not None else labels_NH.square().mean(0).sqrt()
         seed = recipe.seed + _LABEL_NOISE_SEED
-        labels_NH = add_noise(labels_NH, rms, kind=recipe.noise_kind, scale=scale, seed=seed, step=step)
+        labels_NH = add_noise(labels_NH, rms, kind=recipe.noise_kind, scale=scale, seed=seed, draw=draw)
     return states_TC, labels_NH
 
 
@@ -104,20 +105,33 @@ def most_likely(normed_NH: Tensor, head: TargetHead) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=normed_NH.device)
 
 
-def training_loss(
-    model: DFlashDrafter, given: StepInput, embed_VH: Tensor, head_VH: Tensor, config: ResolvedConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of a pack, weighted over all its supervised slots, and hits [N] bool.
+class TrainingForward(nn.Module):
+    """The drafter from states to hidden states in one call, as wrappers for many devices want it."""
 
-    `embed_VH` and `head_VH` are the target's, the head in the dtype that its products shall be computed in.
+    def __init__(self, model: DFlashDrafter) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, states_TC: Tensor, block_embeds: Tensor, layout: PackLayout) -> Tensor:
+        """Return the final hidden states [A*B, H]."""
+        out: Tensor = self.model(block_embeds, self.model.context_features(states_TC), layout)
+        return out
+
+
+def training_loss(
+    forward: nn.Module, given: StepInput, embed_VH: Tensor, head_VH: Tensor, config: ResolvedConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of the loss over a pack's supervised slots, and hits [N] bool.
+
+    `forward` is a `TrainingForward`, wrapped or not. `embed_VH` and `head_VH` are the target's, the head in the dtype
+    that its products shall be computed in. The caller divides by the weights of the whole step.
     """
     device = given.states_TC.device
     block_embeds = F.embedding(given.block_tokens_AB.flatten(), embed_VH)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-        context = model.context_features(given.states_TC)
-        hidden = model(block_embeds, context, given.layout)
-    supervised_NH = hidden.float()[given.slots_N]
-    total, hits = weighted_loss(
+        hidden = forward(given.states_TC, block_embeds, given.layout)
+    supervised_NH = hidden[given.slots_N].float()
+    return weighted_loss(
         supervised_NH,
         head_VH,
         given.labels_N,
@@ -126,4 +140,3 @@ def training_loss(
         kl_weight=config.recipe.kl_weight,
         kl_temperature=config.recipe.kl_temperature,
     )
-    return total / given.weights_N.sum(), hits

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_pipeline.drafter.blocks import block_mask
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.drafter.masks import dense_mask, mask_mod, segment_tiles
 
@@ -56,17 +57,36 @@ def test_flex_mask_equals_the_dense_mask_position_by_position(
 
 
 @pytest.mark.parametrize("window", [None, 3, 200])
-def test_flex_block_mask_covers_exactly_the_dense_mask(window: int | None) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    layout = PackLayout(torch.tensor([0, 300, 301, 520]), torch.tensor([0, 7, 299, 300, 301, 400, 519]))
-    dense = dense_mask(layout, 16, window)
-    made = create_block_mask(mask_mod(layout, 16, window, CPU), None, None, *dense.shape, device="cpu")
-    blocks = made.to_dense()[0, 0].bool()
-    for row in range(blocks.shape[0]):
-        for column in range(blocks.shape[1]):
+@pytest.mark.parametrize("block_size", [8, 16, 24])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_flex_block_mask_covers_the_dense_mask_block_by_block(seed: int, block_size: int, window: int | None) -> None:
+    """Built from intervals, it names every block in which something is seen, and calls full only what is."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([300, 1, 700, 129])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    anchors = torch.randperm(int(offsets[-1]), generator=generator)[:61].sort().values
+    layout = PackLayout(offsets, anchors)
+    dense = dense_mask(layout, block_size, window)
+    made = block_mask(layout, block_size, window, CPU)
+    assert made.seq_lengths == tuple(dense.shape)
+    full = _block_grid(made.full_kv_num_blocks, made.full_kv_indices)
+    partial = _block_grid(made.kv_num_blocks, made.kv_indices)
+    assert not bool((full & partial).any())
+    exact = 128 % block_size == 0
+    for row in range(full.shape[0]):
+        for column in range(full.shape[1]):
             part = dense[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
-            assert bool(blocks[row, column]) == bool(part.any())
+            named = bool(full[row, column]) or bool(partial[row, column])
+            assert named == bool(part.any()) if exact else named >= bool(part.any())
+            assert bool(full[row, column]) <= bool(part.all())
+    assert window is not None or bool(full.any())
+
+
+def _block_grid(counts: Tensor, indices: Tensor) -> Tensor:
+    grid = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        grid[row, indices[0, 0, row, :count].long()] = True
+    return grid
 
 
 @pytest.mark.parametrize(("seed", "block_size", "window"), CASES)

@@ -21,17 +21,19 @@ from dflash_pipeline.errors import (
     TrainingError,
 )
 from dflash_pipeline.store import open_cache
-from dflash_pipeline.train import loop
 from dflash_pipeline.train.checkpoint import list_checkpoints
 from dflash_pipeline.train.loop import TrainOptions, run_train
 from dflash_pipeline.train.recipes import load_recipe, recipe_names
+from dflash_pipeline.train.trainer import Trainer
 
 SMALL = ["anchors_per_pack=12", "pack_tokens=400", "num_layers=2", "eval_rows=2", "shuffle_tokens=1000"]
 
 
 def train(cache: Path, out: Path, *overrides: str, recipe: str = "default", workers: int = 0, say=lambda _line: None):
     loaded = load_recipe(recipe, [*SMALL, *overrides])
-    return run_train(TrainOptions(cache=cache, out=out, recipe=loaded, num_workers=workers, device="cpu"), say)
+    result = run_train(TrainOptions(cache=cache, out=out, recipe=loaded, num_workers=workers, device="cpu"), say)
+    assert result is not None
+    return result
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -40,14 +42,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Make the run die, as a kill would, before step `steps` + 1."""
-    whole = loop._Trainer.step
+    whole = Trainer.step
 
-    def step(self, pack, number):
+    def step(self, packs, number, weight):
         if number == steps:
             raise KeyboardInterrupt
-        return whole(self, pack, number)
+        return whole(self, packs, number, weight)
 
-    monkeypatch.setattr(loop._Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
 
 
 def test_twenty_steps_equal_ten_a_restart_and_ten_bit_for_bit(

@@ -12,9 +12,9 @@ from dflash_pipeline.train.noise import add_noise, noise_scale_at
 def test_noise_is_relative_to_each_channel_and_repeats_exactly(kind: str) -> None:
     rms = torch.tensor([0.1, 1.0, 100.0])
     clean = torch.zeros(20_000, 3)
-    first = add_noise(clean, rms, kind=kind, scale=0.5, seed=1, step=2)
-    assert torch.equal(first, add_noise(clean, rms, kind=kind, scale=0.5, seed=1, step=2))
-    assert not torch.equal(first, add_noise(clean, rms, kind=kind, scale=0.5, seed=1, step=3))
+    first = add_noise(clean, rms, kind=kind, scale=0.5, seed=1, draw=2)
+    assert torch.equal(first, add_noise(clean, rms, kind=kind, scale=0.5, seed=1, draw=2))
+    assert not torch.equal(first, add_noise(clean, rms, kind=kind, scale=0.5, seed=1, draw=3))
     expected = 0.5 * rms * (1 if kind == "gaussian" else 3**-0.5)
     torch.testing.assert_close(first.std(0), expected, rtol=0.03, atol=0)
 

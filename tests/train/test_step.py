@@ -13,11 +13,11 @@ from dflash_pipeline.drafter.model import DFlashDrafter, init_weights
 from dflash_pipeline.errors import TrainingError
 from dflash_pipeline.store import CacheReader, TargetHead, open_cache
 from dflash_pipeline.train.config import ResolvedConfig
-from dflash_pipeline.train.data import Pack, build_pack, open_packs
+from dflash_pipeline.train.data import Pack, build_pack, open_steps
 from dflash_pipeline.train.facts import resolve_for, training_rows
 from dflash_pipeline.train.recipes import load_recipe
 from dflash_pipeline.train.sampling import PackSpec
-from dflash_pipeline.train.step import StepInput, training_loss
+from dflash_pipeline.train.step import StepInput, TrainingForward, training_loss
 
 CPU = torch.device("cpu")
 SMALL = ["anchors_per_pack=12", "pack_tokens=400", "num_layers=2", "steps=10"]
@@ -44,8 +44,8 @@ class Bench:
 
     def pack(self) -> Pack:
         table = training_rows(self.cache, self.config.recipe.heldout_share)
-        with open_packs(self.cache, table, self.config, first_step=0, num_workers=0) as packs:
-            return next(packs)
+        with open_steps(self.cache, table, self.config, first_step=0, num_workers=0) as packs:
+            return next(packs)[0]
 
     def prepare(self, pack: Pack, step: int = 0) -> StepInput:
         return StepInput.prepare(pack, self.config, self.head, step, self.context_rms, self.label_rms, CPU)
@@ -92,7 +92,10 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(cache: CacheReader, 
     expected = reference_loss(bench, pack, plain, given.labels_N)
     expected.backward()
     model = bench.model()
-    loss, _ = training_loss(model, given, bench.head.embed_tokens, bench.head.head_weight, bench.config)
+    total, _ = training_loss(
+        TrainingForward(model), given, bench.head.embed_tokens, bench.head.head_weight, bench.config
+    )
+    loss = total / given.weights_N.sum()
     loss.backward()
     assert abs(loss.item() - expected.item()) / expected.item() < 1e-5
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -158,7 +161,8 @@ def test_bug_soft_kl_changes_the_loss_and_the_weights_alone(cache: CacheReader) 
     model = bug.model()
     hidden, head = [], bug.head
     model.norm.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
-    loss, _ = training_loss(model, given, head.embed_tokens, head.head_weight, bug.config)
+    total, _ = training_loss(TrainingForward(model), given, head.embed_tokens, head.head_weight, bug.config)
+    loss = total / given.weights_N.sum()
     logits = hidden[0][given.slots_N] @ head.head_weight.T
     p = (given.teacher_NH @ head.head_weight.T / 2).softmax(1)
     soft = 4 * (p * (p.log() - (logits / 2).log_softmax(1))).sum(1)
@@ -206,8 +210,8 @@ def test_packs_are_the_same_with_and_without_workers(cache: CacheReader) -> None
     cache.read_row(0)  # an earlier read in the parent
     streams = []
     for workers in (0, 1, 4):
-        with open_packs(cache, table, bench.config, first_step=3, num_workers=workers) as packs:
-            streams.append([next(packs) for _ in range(12)])
+        with open_steps(cache, table, bench.config, first_step=3, num_workers=workers) as packs:
+            streams.append([next(packs)[0] for _ in range(12)])
     for other in streams[1:]:
         for ours, theirs in zip(streams[0], other, strict=True):
             assert ours.spec == theirs.spec

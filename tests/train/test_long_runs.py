@@ -1,0 +1,83 @@
+"""SIGTERM, checkpoints by time, settings that may change on resume, and trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.errors import ConfigError
+from dflash_pipeline.train.checkpoint import list_checkpoints
+from dflash_pipeline.train.loop import TrainOptions, run_train
+from dflash_pipeline.train.recipes import load_recipe
+from dflash_pipeline.train.tracker import numbers, open_tracker
+
+SMALL = ["anchors_per_pack=12", "pack_tokens=400", "num_layers=2", "eval_rows=2", "shuffle_tokens=1000"]
+
+
+def train(cache: Path, out: Path, *overrides: str) -> dict:
+    recipe = load_recipe("default", [*SMALL, *overrides])
+    result = run_train(TrainOptions(cache=cache, out=out, recipe=recipe, device="cpu"), lambda _line: None)
+    assert result is not None
+    return result
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_0_and_the_run_goes_on_bit_for_bit(
+    tiny_cache: Path, tmp_path: Path
+) -> None:
+    settings = [*SMALL, "steps=400", "eval_every=400"]
+    command = [sys.executable, "-m", "dflash_pipeline.cli", "train", "--cache", str(tiny_cache), "--json"]
+    for setting in settings:
+        command += ["--set", setting]
+    command += ["--out", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM after step" in err
+    stopped = json.loads(out)
+    assert not stopped["finished"]
+    assert list_checkpoints(tmp_path / "run")[-1].name == f"step-{stopped['steps']:07d}"
+    assert metrics.read_text().count("\n") == stopped["steps"]
+    assert not (tmp_path / "run" / "drafter").exists()
+
+
+def test_checkpoints_come_by_time_too(tiny_cache: Path, tmp_path: Path) -> None:
+    train(tiny_cache, tmp_path / "run", "steps=4", "checkpoint_minutes=1e-9", "keep_checkpoints=9")
+    assert len(list_checkpoints(tmp_path / "run")) == 4
+
+
+def test_what_no_weight_depends_on_may_change_on_resume(tiny_cache: Path, tmp_path: Path) -> None:
+    first = train(tiny_cache, tmp_path / "run", "steps=2", "eval_every=1")
+    assert train(tiny_cache, tmp_path / "run", "steps=2", "eval_every=2", "keep_checkpoints=5") == first
+
+
+def test_tensorboard_gets_the_numbers(tiny_cache: Path, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tiny_cache, tmp_path / "run", "steps=3", "tracker=tensorboard")
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([line["loss"] for line in lines])
+    assert "heldout/tau/micro" in events.Tags()["scalars"]
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"tracker = wandb: .*pip install 'dflash-pipeline\[wandb\]'"):
+        open_tracker("wandb", tmp_path, {}, 0)
+
+
+def test_numbers_are_flat_and_leave_out_what_is_no_number() -> None:
+    metrics = {"loss": 1, "slot_accuracy": [0.5, None], "heldout": {"tau": {"micro": 2.0}}, "name": "x"}
+    assert numbers(metrics) == {"loss": 1.0, "slot_accuracy/1": 0.5, "heldout/tau/micro": 2.0}
