@@ -110,7 +110,8 @@ def main() -> None:
     for line in report.get("step", []):
         print(
             f"{line['setting']:>16}: {line['step_seconds']:.3f} s "
-            f"(x{line['time_ratio']:.2f} for x{line['work_ratio']:.2f} the work), {line['peak_bytes'] / 2**20:,.0f} MiB (x{line['memory_ratio']:.2f})"
+            f"(x{line['time_ratio']:.2f} for x{line['work_ratio']:.2f} the work), "
+            f"{line['peak_bytes'] / 2**20:,.0f} MiB (x{line['memory_ratio']:.2f})"
         )
     for line in report.get("startup", []):
         print(f"{line['rows']:>16,} rows: {line['seconds']:.2f} s to the end of one step (x{line['ratio']:.2f})")
