@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast")
     parser.add_argument("--breakdown", action="store_true", help="time each part of the step alone")
     args = parser.parse_args()
-    print(json.dumps({**measure(args), **vars(args)}))
+    print(json.dumps({**vars(args), **measure(args)}))
 
 
 if __name__ == "__main__":

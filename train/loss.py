@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 64 << 20
+"""Logits of 336 slots at a vocabulary of 49,152. Fewer rows multiply more slowly: 12, 24, 48 and 64 MiB took 1.72,
+1.40, 1.13 and 1.02 s for 960 slots of 576 (two cores, float32); 96 MiB was no faster."""
 
 
 def weighted_loss(
@@ -65,14 +67,16 @@ class _HeadLoss(torch.autograd.Function):
         kl_temperature: float,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        rows = max(1, chunk_bytes // (4 * len(head_VH)))
+        rows = chunk_bytes // (4 * len(head_VH))
+        rows = max(1, rows // 16 * 16 or rows)
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         grad_NH = torch.zeros_like(hidden_NH)
         hits_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)
         total = torch.zeros((), dtype=wide, device=hidden_NH.device)
+        buffer = hidden_NH.new_empty((min(rows, len(hidden_NH)), len(head_VH)), dtype=head_VH.dtype)
         for start in range(0, len(hidden_NH), rows):
             part = slice(start, start + rows)
-            logits = (hidden_NH[part].to(head_VH.dtype) @ head_VH.T).to(wide)
+            logits = torch.mm(hidden_NH[part].to(head_VH.dtype), head_VH.T, out=buffer[: len(labels_N[part])]).to(wide)
             labels, weights = labels_N[part, None], weights_N[part, None].to(wide)
             largest, label_logit = logits.amax(1, keepdim=True), logits.gather(1, labels)
             hits_N[part] = (label_logit == largest).squeeze(1)
