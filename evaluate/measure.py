@@ -17,14 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafter.draft import SlotCounts, argmax_tokens, block_inputs, slot_counts
+from ..drafter.draft import CHUNK_BLOCK_TOKENS, SlotCounts, argmax_tokens, block_inputs, slot_counts
 from ..drafter.layout import PackLayout
 from ..drafter.model import DFlashDrafter
 from ..drafter.walk import RowWalk, WalkRow, eligible_anchors, walk_rows
 from ..store import Row, TargetHead
-
-CHUNK_BLOCK_TOKENS = 4096
-"""Block tokens that go through the drafter at once."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,7 +122,7 @@ def test_a_pack_without_anchors_drafts_nothing(setting: Setting) -> None:
     assert slot_counts(drafts, layout, setting.tokens, setting.mask).totals.tolist() == [0] * 4
 
 
-def test_the_lockstep_walk_equals_one_block_at_a_time(setting: Setting) -> None:
+def test_the_walk_equals_one_block_at_a_time(setting: Setting) -> None:
     found = walk_pack(
         setting.model, setting.head, setting.embed, setting.states, row_offsets=setting.offsets, rows=setting.rows
     )
