@@ -94,7 +94,8 @@ def spread(forward: nn.Module, ranks: Ranks, shard: str) -> nn.Module:
     if shard == "full":
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 (slow import, many devices only)
 
-        return fully_shard(forward)
+        fully_shard(forward)
+        return forward
     devices = [ranks.device.index] if ranks.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(forward, device_ids=devices)
 
@@ -103,8 +104,9 @@ def gradient_sync(forward: nn.Module, last: bool) -> AbstractContextManager[Any]
     """Return the context of one pack's forward and backward: ranks exchange gradients with the last pack only."""
     if isinstance(forward, nn.parallel.DistributedDataParallel):
         return nullcontext() if last else forward.no_sync()
-    if hasattr(forward, "set_requires_gradient_sync"):
-        forward.set_requires_gradient_sync(last)
+    sync = getattr(forward, "set_requires_gradient_sync", None)
+    if sync is not None:
+        sync(last)
     return nullcontext()
 
 
