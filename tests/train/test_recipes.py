@@ -36,6 +36,7 @@ def facts(**changes: object) -> CacheFacts:
         "has_final": False,
         "dtype": "float32",
         "num_train_tokens": 100_000,
+        "num_train_shards": 8,
         "target_config": CONFIG,
         "tokenizer": TOKENIZER,
     }
