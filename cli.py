@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -163,7 +164,7 @@ def train(
 
 @main.command()
 @click.option("--drafter", type=EXISTING, required=True, help="A run, or a drafter in z-lab's layout.")
-@click.option("--cache", type=EXISTING, required=True, help="The cache to walk.")
+@click.option("--cache", type=EXISTING, help="Offline: the cache to walk.")
 @click.option(
     "--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]"
 )
@@ -172,17 +173,42 @@ def train(
 @click.option(
     "--sources", type=EXISTING, multiple=True, help="Corpus file whose rows name their source; may be repeated."
 )
-@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show so many rows, of each source.")
+@click.option("--samples", type=click.IntRange(min=1), help="Show so many rows, of each source.")
 @click.option("--report", type=ANY_PATH, help="HTML file to write.")
 @click.option("--diagnose", is_flag=True, help="Look behind tau: context, layers, mask, rotation, divergence.")
+@click.option("--tree-budget", "tree_budgets", type=click.IntRange(min=0), multiple=True, help="Nodes of a tree.")
+@click.option("--target", help="Live: folder or name of the target, to decode with.")
+@click.option("--prompts", type=EXISTING, help="Live: JSONL file of prompts; a corpus will do.")
+@click.option("--rows", type=click.IntRange(min=1), help="Live: stop after this many prompts.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), help="Live: limit of a reply.  [default: 256]")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Live: of the target.")
+@click.option("--save-rows", type=ANY_PATH, help="Live: write what was decoded, a corpus for dflash extract.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Live: sample.  [default: greedy]")
 @click.option("--device", default="auto", show_default=True)
 @json_option
 def evaluate(as_json: bool, **options: Any) -> None:
-    """Measure tau: tokens per verification that the drafter would earn."""
+    """Measure tau, the tokens per verification: offline over a cache, or live with --target and --prompts."""
+    from .evaluate.live import LiveConfig, run_live
     from .evaluate.offline import EvaluateConfig, run_evaluate
-    from .evaluate.render import render_evaluation
+    from .evaluate.render import render_evaluation, render_live
 
-    finish(run_evaluate(EvaluateConfig(**options), say), as_json, render_evaluation)
+    given = {key: value for key, value in options.items() if value not in (None, False, ())}
+    if {"target", "prompts"} <= given.keys():
+        finish(run_live(LiveConfig(**_fitting(given, LiveConfig, "live")), say), as_json, render_live)
+    elif "cache" in given:
+        config = EvaluateConfig(**_fitting(given, EvaluateConfig, "offline"))
+        finish(run_evaluate(config, say), as_json, render_evaluation)
+    else:
+        raise click.UsageError("give --cache for an offline walk, or --target and --prompts for live decoding")
+
+
+def _fitting(given: dict[str, Any], config_type: type, kind: str) -> dict[str, Any]:
+    """Return the options, refusing those of the other way to evaluate: none is ignored."""
+    known = {field.name for field in dataclasses.fields(config_type)}
+    unfit = [f"--{key.replace('_', '-')}" for key in given if key not in known]
+    if unfit:
+        raise click.UsageError(f"{', '.join(unfit)}: not for {kind} evaluation")
+    return given
 
 
 @main.command()

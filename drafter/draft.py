@@ -5,7 +5,7 @@ Axes: T context tokens, A anchors, B block, K context layers, H hidden, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,16 +33,23 @@ def block_inputs(embed_tokens: Tensor, anchor_tokens: Tensor, mask_token_id: int
 
 
 def argmax_tokens(hidden: Tensor, head_weight: Tensor) -> Tensor:
-    """Return [N] int64: the most likely token of each state [N, H]; equal logits go to the lowest id.
+    """Return [N] int64: the most likely token of each state [N, H]; equal logits go to the lowest id."""
+    parts = [logits.argmax(-1) for _, logits in head_chunks(hidden, head_weight)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
-    The head [V, H] is applied in chunks, so logits never take more than HEAD_CHUNK_LOGITS numbers.
+
+def head_chunks(hidden: Tensor, head_weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield logits [n, V] of the states [N, H], n at a time, with their place among the N.
+
+    At most HEAD_CHUNK_LOGITS numbers exist at once (or one state's).
     """
     if head_weight.dtype != hidden.dtype:
         wide = torch.promote_types(head_weight.dtype, hidden.dtype)
         hidden, head_weight = hidden.to(wide), head_weight.to(wide)
-    rows = max(1, HEAD_CHUNK_LOGITS // head_weight.shape[0])
-    parts = [nn.functional.linear(part, head_weight).argmax(-1) for part in torch.split(hidden, rows)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    step = max(1, HEAD_CHUNK_LOGITS // head_weight.shape[0])
+    for first in range(0, len(hidden), step):
+        part = slice(first, first + step)
+        yield part, nn.functional.linear(hidden[part], head_weight)
 
 
 @torch.inference_mode()
@@ -85,12 +92,17 @@ class SlotCounts:
 
 def slot_counts(drafts: Tensor, layout: PackLayout, tokens: Tensor, loss_mask: Tensor) -> SlotCounts:
     """Compare drafts [A, B-1] with the tokens [T] of their pack, up to the first hole of loss_mask or the row's end."""
-    slots = layout.anchors[:, None] + torch.arange(1, drafts.shape[1] + 1)
+    wanted = slot_tokens(layout, drafts.shape[1], tokens, loss_mask)
+    return SlotCounts(((wanted == drafts) & (wanted >= 0)).sum(0), (wanted >= 0).sum(0))
+
+
+def slot_tokens(layout: PackLayout, num_slots: int, tokens: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return [A, num_slots] int64: the row's own token at each slot, -1 from its end or a hole of the mask on."""
+    slots = layout.anchors[:, None] + torch.arange(1, num_slots + 1)
     inside = slots < layout.row_offsets[layout.rows + 1][:, None]
     slots = slots.clamp(max=max(len(tokens) - 1, 0))
     compared = (inside & loss_mask.bool()[slots]).cumprod(1).bool()
-    right = compared & (tokens.to(torch.int64)[slots] == drafts)
-    return SlotCounts(right.sum(0), compared.sum(0))
+    return torch.where(compared, tokens.to(torch.int64)[slots], -1)
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from .locate import locate_drafter
 from .measure import FrozenHead
 from .report import check_report, training_curve, write_report
 from .sources import UNNAMED, by_source, read_sources, sample_rows
+from .trees import check_budgets
 from .walks import Say, measure_rows
 
 
@@ -40,6 +41,7 @@ class EvaluateConfig:
         sources: corpus files whose field `source` breaks the figures down (`read_sources`).
         samples: show so many rows, of each source, with the drafts accepted in them.
         report: HTML file to write beside the figures.
+        tree_budgets: also walk with trees of so many nodes; each needs the whole head at every slot.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -55,6 +57,7 @@ class EvaluateConfig:
     sources: tuple[Path, ...] = ()
     samples: int = 0
     report: Path | None = None
+    tree_budgets: tuple[int, ...] = ()
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -62,6 +65,7 @@ class EvaluateConfig:
             raise ConfigError(f"split {self.split!r}: expected one of {', '.join(SPLITS)}")
         if self.samples < 0:
             raise ConfigError(f"samples {self.samples}: expected at least 0")
+        object.__setattr__(self, "tree_budgets", check_budgets(self.tree_budgets))
 
 
 def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
 
     Returns:
         The JSON object of `dflash evaluate --json`: rows, verifications, tokens, tau {micro, macro, ci95},
-        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, baselines, and what was evaluated; with
+        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, top_m_tau, tree, baselines, and what was evaluated; with
         `diagnose` what `Diagnosis.summary` returns, with `against` the object of that name (`comparison`), with
         `sources` figures by source, with `samples` what `sample_rows` returns.
 
@@ -98,7 +102,8 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     model = drafter.model.to(device)
     head = FrozenHead.of(cache.head(), model.fc.weight)
     diagnosis = Diagnosis(model, head) if config.diagnose else None
-    figures = measure_rows(model, head, cache, rows, say, [diagnosis.add] if diagnosis else [])
+    observers = [diagnosis.add] if diagnosis else []
+    figures = measure_rows(model, head, cache, rows, say, observers, config.tree_budgets)
     extras: dict[str, Any] = {}
     if config.sources:
         extras["sources"] = by_source(figures.walks, sources, drafter.config.block_size)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from ..drafter.draft import SlotCounts
 from ..drafter.model import DFlashDrafter
-from ..drafter.walk import RowWalk
+from ..drafter.walk import RowWalk, micro_tau
 from ..store import CacheReader, Row
 from .baselines import TokenRow
 from .figures import walk_figures
-from .measure import FrozenHead, PackFigures, measure_pack
+from .measure import TOP_M, FrozenHead, PackFigures, measure_pack
 
 ON_POLICY_BAR = 0.97
 PACK_TOKENS = 8192
@@ -34,10 +34,16 @@ class Figures:
     """What all packs together yield."""
 
     rows: list[TokenRow]
-    walks: list[RowWalk]
+    top_m_walks: dict[int, list[RowWalk]]
+    tree_walks: dict[int, list[RowWalk]]
     slots: SlotCounts
     on_policy: int
     supervised: int
+
+    @property
+    def walks(self) -> list[RowWalk]:
+        """Of the chain of first choices."""
+        return self.top_m_walks[1]
 
     def summary(self, block_size: int) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -47,6 +53,8 @@ class Figures:
             "per_slot_accuracy": [None if math.isnan(value) else value for value in self.slots.accuracy],
             "on_policy_share": share,
             "estimate": share < ON_POLICY_BAR,
+            "top_m_tau": {str(m): micro_tau(walks) for m, walks in self.top_m_walks.items()},
+            "tree": {str(budget): walk_figures(walks, block_size) for budget, walks in self.tree_walks.items()},
         }
 
 
@@ -57,25 +65,29 @@ def measure_rows(
     rows: NDArray[np.int64],
     say: Say,
     observers: Sequence[Observer],
+    tree_budgets: Sequence[int] = (),
 ) -> Figures:
     """Measure pack by pack; every observer sees each pack and what it yielded."""
     zeros = torch.zeros(model.config.block_size - 1, dtype=torch.int64)
     token_rows: list[TokenRow] = []
-    walks: list[RowWalk] = []
+    top_m_walks: dict[int, list[RowWalk]] = {m: [] for m in TOP_M}
+    tree_walks: dict[int, list[RowWalk]] = {budget: [] for budget in tree_budgets}
     slots, on_policy, supervised = SlotCounts(zeros, zeros), 0, 0
     started = spoke = time.perf_counter()
     for indices, pack in _packs(cache, rows, model.config.context_layer_ids):
-        found = measure_pack(model, head, pack)
+        found = measure_pack(model, head, pack, tree_budgets)
         for observe in observers:
             observe(pack, found)
-        walks += found.walks
+        for all_walks, new in ((top_m_walks, found.top_m_walks), (tree_walks, found.tree_walks)):
+            for key, walks in new.items():
+                all_walks[key] += walks
         slots, on_policy, supervised = slots + found.slots, on_policy + found.on_policy, supervised + found.supervised
         for index, row in zip(indices, pack, strict=True):
             token_rows.append(TokenRow.of(row, int(cache.prompt_hash[index])))
         if time.perf_counter() - spoke > REPORT_SECONDS:
             spoke = time.perf_counter()
-            say(_progress_line(len(walks), len(rows), spoke - started))
-    return Figures(token_rows, walks, slots, on_policy, supervised)
+            say(_progress_line(len(token_rows), len(rows), spoke - started))
+    return Figures(token_rows, top_m_walks, tree_walks, slots, on_policy, supervised)
 
 
 def _packs(

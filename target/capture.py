@@ -68,7 +68,7 @@ def capture(
     ids = input_ids.to(target.device)
     mask = (torch.arange(ids.shape[1])[None, :] < torch.tensor(list(lengths))[:, None]).long().to(target.device)
     last_id = target.num_layers - 1
-    with _captured(target.parts, {*layer_ids, *([last_id] if keep_final else [])}) as states:
+    with captured_states(target.parts, {*layer_ids, *([last_id] if keep_final else [])}) as states:
         hidden = target.parts.base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     top_ids, top_logprobs = _top_choices(target.parts, hidden, top_k, head_chunk_tokens)
     return Capture(
@@ -80,7 +80,8 @@ def capture(
 
 
 @contextmanager
-def _captured(parts: Parts, layer_ids: set[int]) -> Iterator[dict[int, Tensor]]:
+def captured_states(parts: Parts, layer_ids: set[int]) -> Iterator[dict[int, Tensor]]:
+    """Yield a dictionary that each forward fills: layer id -> its output [R, T, H], a copy."""
     states: dict[int, Tensor] = {}
     handles = []
 

@@ -57,13 +57,18 @@ def random_head() -> TargetHead:
 
 
 @torch.no_grad()
-def slow_draft(model: DFlashDrafter, head: TargetHead, states: dict[int, Tensor], anchor: int, token: int) -> list[int]:
-    """One block, one anchor at the row's end, plain attention, from the states before it alone."""
+def slow_logits(model: DFlashDrafter, head: TargetHead, states: dict[int, Tensor], anchor: int, token: int) -> Tensor:
+    """One block, one anchor at the row's end, plain attention, from the states before it alone: [B-1, V]."""
     context = torch.cat([states[layer][:anchor] for layer in model.config.context_layer_ids], dim=1).float()
     ids = torch.tensor([token] + [model.config.mask_token_id] * (model.config.block_size - 1))
     layout = PackLayout.single_row(anchor, [anchor])
     hidden = model(head.embed_tokens[ids], model.context_features(context), layout, attention="plain")
-    drafts: list[int] = (hidden[1:] @ head.head_weight.T).argmax(-1).tolist()
+    return hidden[1:] @ head.head_weight.T
+
+
+def slow_draft(model: DFlashDrafter, head: TargetHead, states: dict[int, Tensor], anchor: int, token: int) -> list[int]:
+    """Return the first choices of that block."""
+    drafts: list[int] = slow_logits(model, head, states, anchor, token).argmax(-1).tolist()
     return drafts
 
 
@@ -177,6 +182,7 @@ def kit() -> SimpleNamespace:
         row_with_runs=row_with_runs,
         many_rows=many_rows,
         slow_draft=slow_draft,
+        slow_logits=slow_logits,
         make_cache=make_cache,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ import torch
 
 from dflash_pipeline.drafter.model import DFlashDrafter
 from dflash_pipeline.drafter.walk import acceptance_rates, macro_tau, micro_tau
-from dflash_pipeline.evaluate.measure import FrozenHead, measure_pack
+from dflash_pipeline.evaluate.measure import TOP_M, FrozenHead, measure_pack
+from dflash_pipeline.evaluate.trees import grow_tree
 from dflash_pipeline.store import Row, TargetHead
 
 Slow = tuple[list[tuple[int, int, int]], Counter[int], Counter[int]]
@@ -146,14 +148,67 @@ def test_full_logits_never_exist(
     drafter: DFlashDrafter, head: TargetHead, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_pipeline.drafter.draft.HEAD_CHUNK_LOGITS", 5 * 90)
+    monkeypatch.setattr("dflash_pipeline.evaluate.ranks.NUM_COMMON", 40)
     largest = 0
-    argmax = torch.Tensor.argmax
+    linear = torch.nn.functional.linear
 
-    def watched(logits: torch.Tensor, *args: int, **kwargs: int) -> torch.Tensor:
+    def watched(states: torch.Tensor, weight: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
         nonlocal largest
-        largest = max(largest, logits.numel())
-        return argmax(logits, *args, **kwargs)
+        result = linear(states, weight, *args)
+        if weight.shape[0] == 90:
+            largest = max(largest, result.numel())
+        return result
 
-    monkeypatch.setattr(torch.Tensor, "argmax", watched)
-    measure_pack(drafter, FrozenHead.of(head, drafter.fc.weight), rows)
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    measure_pack(drafter, FrozenHead.of(head, drafter.fc.weight), rows, [4])
     assert 0 < largest <= 5 * 90
+
+
+def slow_logits(kit: SimpleNamespace, model: DFlashDrafter, head: TargetHead, row: Row, anchor: int) -> torch.Tensor:
+    """[B-1, V] of one block."""
+    return kit.slow_logits(model, head, row.states, anchor, int(row.tokens[anchor]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_top_m_and_tree_walks_equal_slow_ones(
+    kit: SimpleNamespace, drafter: DFlashDrafter, head: TargetHead, seed: int
+) -> None:
+    rows = kit.many_rows(drafter, head, count=4, seed=seed)
+    chooser = random.Random(seed)
+    for row in rows:  # some tokens that are not the first choice but a near one
+        first = row.loss_mask.tolist().index(True)
+        for position in range(first + 1, len(row.tokens)):
+            if row.loss_mask[position - 1] and row.loss_mask[position] and chooser.random() < 0.5:
+                logits = slow_logits(kit, drafter, head, row, position - 1)
+                row.tokens[position] = int(logits[0].topk(12).indices[chooser.randrange(12)])
+    budgets = (0, 1, 3, 8, 24)
+    found = measure_pack(drafter, FrozenHead.of(head, drafter.fc.weight), rows, budgets)
+    seen = Counter[tuple[str, int, int]]()
+    for index, row in enumerate(rows):
+        tokens, mask = row.tokens.tolist(), [*row.loss_mask.tolist(), False]
+        for kind, size in [("m", m) for m in TOP_M] + [("tree", budget) for budget in budgets]:
+            expected, position = [], 0
+            while position < len(tokens):
+                if not (mask[position] and mask[position + 1]):
+                    position += 1
+                    continue
+                logits = slow_logits(kit, drafter, head, row, position)
+                left = mask[position + 1 :].index(False)
+                own = tokens[position + 1 : position + 1 + min(left, 7)]
+                accepted = 0
+                if kind == "m":
+                    while accepted < len(own) and own[accepted] in logits[accepted].topk(size).indices:
+                        accepted += 1
+                else:
+                    tree, node = grow_tree(logits, size), -1
+                    while accepted < len(own) and (node, own[accepted]) in zip(tree.parents, tree.tokens, strict=True):
+                        node = list(zip(tree.parents, tree.tokens, strict=True)).index((node, own[accepted]))
+                        accepted += 1
+                expected.append((position, accepted))
+                position += accepted + 1
+            walk = (found.top_m_walks if kind == "m" else found.tree_walks)[size][index]
+            assert list(zip(walk.anchors, walk.accepted, strict=True)) == expected
+            seen.update((kind, size, accepted) for _, accepted in expected)
+    assert found.tree_walks[0][0].tau == 1.0
+    assert len({accepted for kind, size, accepted in seen if (kind, size) == ("m", 8)}) > 2
+    assert len({accepted for kind, size, accepted in seen if (kind, size) == ("tree", 24)}) > 2
