@@ -190,7 +190,8 @@ def evaluate(as_json: bool, **options: Any) -> None:
     """Measure tau, the tokens per verification: offline over a cache, or live with --target and --prompts."""
     from .evaluate.live import LiveConfig, run_live
     from .evaluate.offline import EvaluateConfig, run_evaluate
-    from .evaluate.render import render_evaluation, render_live
+    from .evaluate.render import render_evaluation
+    from .evaluate.render_live import render_live
 
     given = {key: value for key, value in options.items() if value not in (None, False, ())}
     if {"target", "prompts"} <= given.keys():

@@ -77,9 +77,9 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
 
     Returns:
         The JSON object of `dflash evaluate --json`: rows, verifications, tokens, tau {micro, macro, ci95},
-        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, top_m_tau, tree, baselines, and what was evaluated; with
-        `diagnose` what `Diagnosis.summary` returns, with `against` the object of that name (`comparison`), with
-        `sources` figures by source, with `samples` what `sample_rows` returns.
+        per_slot_accuracy, acceptance_rate, on_policy_share, estimate, top_m_tau, tree, baselines, and what was
+        evaluated; with `diagnose` what `Diagnosis.summary` returns, with `against` the object of that name
+        (`comparison`), with `sources` figures by source, with `samples` what `sample_rows` returns.
 
     Raises:
         CheckpointError, CacheMissing, CacheCorrupt, CorpusError: the drafter, the cache or a corpus cannot be read.

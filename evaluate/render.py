@@ -28,43 +28,6 @@ def render_evaluation(result: Mapping[str, Any], console: Console | None = None)
         console.print(_sample(sample, result["estimate"]))
 
 
-def render_live(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print what `run_live` returned, to stdout by default."""
-    console = console or Console(highlight=False)
-    table = Table("decoding", "tau micro", "95% of row resamples", "macro", "tokens/s", "speed-up", "as plain decoding")
-    named = [("drafts", result), *((f"tree of {budget}", found) for budget, found in result["tree"].items())]
-    for name, found in named:
-        tau = found["tau"]
-        low, high = tau["ci95"]
-        table.add_row(
-            name,
-            f"{tau['micro']:.3f}",
-            f"{low:.3f} to {high:.3f}" if found["rows"] > 1 else "one row: no interval",
-            f"{tau['macro']:.3f}",
-            f"{found['tokens_per_second']:.1f}",
-            f"{found['speedup']:.2f}",
-            _equality(found),
-        )
-    table.add_row("plain", "1.000", "", "", f"{result['baseline_tokens_per_second']:.1f}", "1.00", "")
-    table.title = (
-        f"{result['rows']:,} rows, {result['tokens']:,} tokens, {result['verifications']:,} verifications, "
-        f"block {result['block_size']}, {result['target_dtype']}"
-    )
-    console.print(table)
-    sources = Table("source", "rows", "tau micro", "macro")
-    for name, found in result["sources"].items():
-        sources.add_row(name, f"{found['rows']:,}", f"{found['tau']['micro']:.3f}", f"{found['tau']['macro']:.3f}")
-    console.print(sources)
-    console.print("micro: all tokens / all verifications; macro: mean of the rows' own means", markup=False)
-
-
-def _equality(found: Mapping[str, Any]) -> str:
-    if found["lossless"] is None:
-        return "sampled"
-    counts = found["differences"]
-    return "equal" if found["lossless"] else f"{counts['ties']} rows differ from a tie on, {counts['other']} otherwise"
-
-
 def _tau_table(result: Mapping[str, Any]) -> Table:
     tau, kind = result["tau"], " (estimate)" if result["estimate"] else ""
     low, high = tau["ci95"]
@@ -74,6 +37,13 @@ def _tau_table(result: Mapping[str, Any]) -> Table:
     if "against" in result:
         other = result["against"]
         table.add_row("against" + kind, f"{other['tau']:.3f}", "", f"{other['macro_tau']:.3f}")
+    for budget, tree in result.get("tree", {}).items():
+        low, high = tree["tau"]["ci95"]
+        figures = (f"{tree['tau']['micro']:.3f}", f"{low:.3f} to {high:.3f}", f"{tree['tau']['macro']:.3f}")
+        table.add_row(f"tree of {budget} nodes" + kind, *figures)
+    for m, value in result.get("top_m_tau", {}).items():
+        if m != "1":
+            table.add_row(f"any tree {m} wide" + kind, f"at most {value:.3f}", "", "")
     for name, value in result["baselines"].items():
         table.add_row(f"free {name.replace('_', ' ')}" + kind, f"{value:.3f}", "", "")
     return table

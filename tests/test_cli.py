@@ -114,6 +114,40 @@ def test_a_missing_option_is_a_usage_error_with_exit_code_2() -> None:
     assert run("extract").exit_code == 2
 
 
+def test_options_of_the_other_way_to_evaluate_are_a_usage_error(
+    tiny_cache: Path, tiny_target_dir: Path, chat_corpus: Path
+) -> None:
+    live = ["--drafter", tiny_cache, "--target", tiny_target_dir, "--prompts", chat_corpus]
+    for arguments, message in [
+        ([*live, "--split", "all"], "--split: not for live evaluation"),
+        (["--drafter", tiny_cache, "--cache", tiny_cache, "--rows", 3], "--rows: not for offline evaluation"),
+        (["--drafter", tiny_cache, "--target", tiny_target_dir], "give --cache"),
+    ]:
+        result = run("evaluate", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_live_evaluation_and_trees_through_the_command_line(
+    tiny_cache: Path, tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path
+) -> None:
+    run_json("train", "--cache", tiny_cache, "--out", tmp_path / "run", "--steps", 2, *SETS)
+    trees = ["--tree-budget", 0, "--tree-budget", 6]
+    offline = run_json("evaluate", "--drafter", tmp_path / "run", "--cache", tiny_cache, *trees)
+    assert offline["top_m_tau"]["1"] == offline["tau"]["micro"]
+    assert list(offline["top_m_tau"].values()) == sorted(offline["top_m_tau"].values())
+    assert offline["tree"]["0"]["tau"]["micro"] == 1.0
+    live = ["evaluate", "--drafter", tmp_path / "run", "--target", tiny_target_dir, "--prompts", chat_corpus]
+    options = ["--rows", 2, "--max-new-tokens", 12, "--save-rows", tmp_path / "rows.jsonl", *trees]
+    found = run_json(*live, *options)
+    assert {"lossless", "tokens_per_second", "baseline_tokens_per_second", "speedup", "acceptance_rate"} <= set(found)
+    assert found["lossless"] is True
+    assert found["tree"]["6"]["lossless"] is True
+    saved = ["extract", "--corpus", tmp_path / "rows.jsonl", "--target", tiny_target_dir, "--out", tmp_path / "cache"]
+    assert run_json(*saved)["rows"] == 2
+    assert "equal" in run(*live, "--rows", 1, "--max-new-tokens", 4).stdout
+
+
 def test_dry_run_prints_the_estimate_and_writes_nothing(
     tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from dflash_pipeline.evaluate.render import render_evaluation
+from dflash_pipeline.evaluate.render_live import render_live
 
 RESULT = {
     "rows": 12,
@@ -57,3 +58,42 @@ def test_a_drafter_no_better_than_the_n_gram_is_called_that() -> None:
 
 def test_a_single_row_has_no_interval() -> None:
     assert "one row: no interval" in rendered(rows=1)
+
+
+def test_trees_and_their_ceilings_stand_below_the_drafter_each_called_what_it_is() -> None:
+    tree = {"tau": {"micro": 3.111, "macro": 3.0, "ci95": [2.9, 3.3]}}
+    extra = {"tree": {"16": tree}, "top_m_tau": {"1": 2.5, "2": 3.333}}
+    text = rendered(**extra)
+    for part in ("tree of 16 nodes", "3.111", "2.900 to 3.300", "any tree 2 wide", "at most 3.333"):
+        assert part in text
+    assert "any tree 1 wide" not in text
+    lines = [line for line in rendered(estimate=True, **extra).splitlines() if "3.111" in line or "3.333" in line]
+    assert len(lines) == 2
+    assert all("estimate" in line for line in lines)
+
+
+def test_live_figures_say_how_the_text_compares_with_plain_decoding() -> None:
+    figures = {"rows": 3, "tau": RESULT["tau"], "tokens_per_second": 30.0, "speedup": 1.5}
+    differing = {"lossless": False, "differences": {"ties": 2, "other": 0}}
+    result = {
+        **(figures | differing),
+        "tokens": 2500,
+        "verifications": 1000,
+        "block_size": 4,
+        "target_dtype": "bfloat16",
+        "baseline_tokens_per_second": 20.0,
+        "sources": {"gsm8k": figures},
+        "tree": {"16": {**figures, "lossless": True, "differences": {"ties": 0, "other": 0}}},
+    }
+    stream = io.StringIO()
+    render_live(result, Console(file=stream, width=160))
+    for part in (
+        "2 rows differ from a tie on, 0 otherwise",
+        "tree of 16",
+        "equal",
+        "1.50",
+        "20.0",
+        "gsm8k",
+        "bfloat16",
+    ):
+        assert part in stream.getvalue()
