@@ -14,9 +14,10 @@ from dflash_pipeline.drafter.checkpoint import load_drafter, save_drafter
 from dflash_pipeline.drafter.config import DrafterConfig
 from dflash_pipeline.drafter.model import DFlashDrafter, init_weights
 from dflash_pipeline.errors import ConfigError, CorpusError
-from dflash_pipeline.evaluate.live import LiveConfig, end_tokens, run_live
-from dflash_pipeline.evaluate.measure import FrozenHead, measure_pack
+from dflash_pipeline.evaluate.live import LiveConfig, end_tokens, make_speculator, run_live
+from dflash_pipeline.evaluate.measure import measure_pack
 from dflash_pipeline.evaluate.offline import EvaluateConfig, run_evaluate
+from dflash_pipeline.evaluate.speculate import Limits
 from dflash_pipeline.extract.config import ExtractConfig
 from dflash_pipeline.extract.run import run_extract
 from dflash_pipeline.store import open_cache
@@ -90,17 +91,12 @@ def test_saved_rows_walked_offline_need_the_same_verifications_row_by_row(
     assert result["tau"]["micro"] == offline["tau"]["micro"]
     assert offline["on_policy_share"] == 1.0
     cache, drafter = open_cache(tmp_path / "cache"), load_drafter(world.home / "run")
-    head = FrozenHead.of(cache.head(), drafter.model.fc.weight)
-    for row in range(cache.num_rows):
-        name = cache.row_ids[row]
-        one = tmp_path / f"{name}.jsonl"
-        one.write_text(
-            next(line for line in saved.read_text(encoding="utf-8").splitlines() if json.loads(line)["id"] == name),
-            encoding="utf-8",
-        )
-        alone = live(world.home / "run", world.target, one, max_new_tokens=REPLY)
-        walk = measure_pack(drafter.model, head, [cache.read_row(row)]).walks[0]
-        assert (alone["verifications"], alone["tokens"]) == (walk.verifications, walk.tokens)
+    target = load_target(TargetConfig(name=str(world.target), device="cpu"))
+    speculator, limits = make_speculator(drafter, target), Limits(max_new_tokens=REPLY, eos_ids=end_tokens(target))
+    for index in range(cache.num_rows):
+        row = cache.read_row(index)
+        prompt = row.tokens[: row.loss_mask.tolist().index(True)].tolist()
+        assert measure_pack(drafter.model, speculator.head, [row]).walks[0] == speculator.greedy(prompt, limits).walk
 
 
 def test_a_drafter_that_learned_one_row_decodes_it_a_whole_block_at_a_time(world: SimpleNamespace) -> None:
