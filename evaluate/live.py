@@ -242,8 +242,9 @@ def _tokens_per_second(rows: Sequence[Decoded]) -> float:
 
 
 def save_rows(path: Path, prompts: Sequence[Prompt], rows: Sequence[Decoded]) -> None:
-    """Write decoded rows as JSON lines that `dflash extract` takes: id, source, prompt_ids, completion_ids, and why
-    each ended. Written beside and renamed.
+    """Write decoded rows as JSON lines that `dflash extract` takes: id, source, prompt_ids, completion_ids.
+
+    Also why each ended and how many verifications it took. Written beside and renamed.
     """
     lines = [
         {
@@ -252,6 +253,7 @@ def save_rows(path: Path, prompts: Sequence[Prompt], rows: Sequence[Decoded]) ->
             "prompt_ids": prompt.ids,
             "completion_ids": row.tokens,
             "finish_reason": row.finish_reason,
+            "verifications": row.walk.verifications,
         }
         for prompt, row in zip(prompts, rows, strict=True)
     ]
