@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..store import TargetHead
 from ..store.durable import write_atomic
 from ..target import Target, TargetConfig, load_target
-from ..target.decode import check_decoding
+from ..target.decode import TargetDecoder, check_decoding
 from ..target.prompts import Prompt, Prompts, read_prompts
 from .figures import walk_figures
 from .locate import locate_drafter
@@ -103,6 +103,8 @@ def run_live(config: LiveConfig, say: Say) -> dict[str, Any]:
         say(notice)
     check_fit(drafter, target)
     check_decoding(target)
+    if config.tree_budgets:
+        TargetDecoder(target).require_branching()
     prompts = _read_prompts(config, target, say)
     speculator = make_speculator(drafter, target)
     say(f"{directory}: {len(prompts.prompts):,} prompts of {config.prompts}, target {config.target}")
@@ -214,6 +216,11 @@ def _summary(
     rows: Sequence[_Row], prompts: Sequence[Prompt], block_size: int, dtype: torch.dtype, temperature: float
 ) -> dict[str, Any]:
     chains, plains = [row.chain for row in rows], [row.plain for row in rows]
+    if not any(chain.walk.anchors for chain in chains):
+        raise ConfigError(
+            f"all {len(rows)} replies ended with their first token, so nothing was drafted: check that the prompts "
+            "carry the target's chat template"
+        )
     ids = [prompt.id for prompt in prompts]
     plain_speed = _tokens_per_second(plains)
 

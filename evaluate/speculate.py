@@ -143,10 +143,10 @@ class Speculator:
     def _draft(self, context: ContextCache, anchor: int, room: int, tree_budget: int | None) -> Tree:
         if tree_budget == 0:
             return Tree([], [])
-        logits = self._slot_logits(context, anchor)[:room]
-        if tree_budget is None:
-            return Tree(logits.argmax(-1).tolist(), list(range(-1, room - 1)))
-        return grow_tree(logits, tree_budget)
+        logits = self._slot_logits(context, anchor)
+        if tree_budget is not None:
+            return grow_tree(logits, tree_budget)
+        return Tree(logits[:room].argmax(-1).tolist(), list(range(-1, room - 1)))
 
     @torch.inference_mode()
     def _slot_logits(self, context: ContextCache, anchor: int) -> Tensor:

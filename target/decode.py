@@ -55,6 +55,15 @@ class TargetDecoder:
         plain_mask = getattr(self._target.config, "_attn_implementation", None) in ("sdpa", "eager")
         return plain_mask and all(_can_be_cut(layer) for layer in self._cache.layers)
 
+    def require_branching(self) -> None:
+        """Raise ConfigError where `can_branch` is false."""
+        if not self.can_branch:
+            raise ConfigError(
+                f"target {self._target.name}: it has layers of linear or sliding attention, or an attention "
+                "implementation without masks, so a tree of drafts cannot be verified in one step: decode without "
+                "--tree-budget"
+            )
+
     @torch.no_grad()
     def extend(self, ids: Sequence[int], *, parents: Sequence[int] | None = None, last_only: bool = False) -> Step:
         """Run new tokens after those in the cache, and keep them until `keep` or `keep_path` says otherwise.
@@ -72,12 +81,7 @@ class TargetDecoder:
         start = len(self.tokens)
         options: dict[str, Any] = {}
         if parents is not None:
-            if not self.can_branch:
-                raise ConfigError(
-                    f"target {self._target.name}: it has layers of linear or sliding attention, or an attention "
-                    "implementation without masks, so a tree of drafts cannot be verified in one step: decode without "
-                    "--tree-budget"
-                )
+            self.require_branching()
             depths = _depths(parents)
             options["position_ids"] = torch.tensor([[start + depth for depth in depths]], device=self._target.device)
             options["attention_mask"] = _tree_mask(parents, start, self._target.dtype).to(self._target.device)
