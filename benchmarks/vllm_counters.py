@@ -32,7 +32,7 @@ from dflash_pipeline.extract.progress import RichProgress
 from dflash_pipeline.extract.run import run_extract
 
 COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)(?:_total)?\{(.*?)\}\s+(\S+)$")
-START_SECONDS = 900
+START_SECONDS = 3600
 
 
 def main() -> None:
