@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPECHECK := .typecheck
 
-.PHONY: demo test lint fuzz install clean
+.PHONY: demo test kill-test lint fuzz install clean
 
 demo: install
 	$(BIN)/dflash demo --out demo
@@ -16,6 +16,9 @@ test: install lint
 
 fuzz: install
 	DFLASH_FUZZ=full $(BIN)/python -m pytest -q tests/store/test_damage.py tests/store/test_fuzz.py
+
+kill-test: install
+	$(BIN)/python -m pytest -q tests/extract/test_kills.py --kills 20
 
 lint: install
 	$(BIN)/ruff check .

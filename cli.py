@@ -89,7 +89,13 @@ def generate(as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@click.option("--corpus", "corpus", type=EXISTING, multiple=True, required=True, help="JSONL file; may be repeated.")
+@click.option(
+    "--corpus",
+    multiple=True,
+    required=True,
+    help="JSON lines (.jsonl, .jsonl.gz), a JSON array, Parquet, a dataset saved on disk, or a hub dataset "
+    "(ORG/NAME[[:CONFIG]:SPLIT]); may be repeated.",
+)
 @click.option("--target", required=True, help="Folder or name of a Hugging Face causal LM.")
 @click.option("--out", type=ANY_PATH, required=True, help="Folder of the cache.")
 @click.option("--layers", default="auto", show_default=True, help="Target layer ids, such as 1,16,31,46,61.")
@@ -103,19 +109,30 @@ def generate(as_json: bool, **options: Any) -> None:
 @click.option("--keep-final", is_flag=True, help="Also store the last layer's state.")
 @click.option("--limit", "limit_rows", type=click.IntRange(min=1), help="Stop after this many rows.")
 @click.option("--limit-tokens", type=click.IntRange(min=1), help="Stop after this many tokens.")
+@click.option("--append", is_flag=True, help="Extend the finished cache at --out by this corpus.")
 @click.option("--strict", is_flag=True, help="Refuse a corpus with unusable rows instead of skipping them.")
 @click.option("--dry-run", is_flag=True, help="Print the estimated size and stop.")
-@click.option("--device", default="auto", show_default=True)
+@click.option(
+    "--num-workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that share the work."
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N; auto: a GPU per worker.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the target's folder brings.")
 @json_option
 def extract(as_json: bool, **options: Any) -> None:
-    """Run the target once over a corpus and cache the states of five of its layers."""
+    """Run the target once over a corpus and cache the states of five of its layers.
+
+    The same command on several machines that share the folder, or under torchrun, shares the work too.
+    """
     from .extract.config import ExtractConfig
-    from .extract.progress import RichProgress
+    from .extract.progress import RichProgress, SilentProgress
     from .extract.run import run_extract
 
     given = {key: value for key, value in options.items() if value is not None}
-    finish(run_extract(ExtractConfig(**given), RichProgress()), as_json)
+    first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, one speaks
+    config = ExtractConfig(worker=int(os.environ.get("LOCAL_RANK", "0")), **given)
+    result = run_extract(config, RichProgress() if first else SilentProgress())
+    if first:
+        finish(result, as_json)
 
 
 @main.command()
@@ -261,7 +278,7 @@ def verify(path: Path, num_workers: int | None, as_json: bool) -> None:
 
 @cache.command()
 @click.argument("path", type=EXISTING, metavar="CACHE")
-@click.option("--corpus", type=EXISTING, multiple=True, help="The corpus files of the cache, in the same order.")
+@click.option("--corpus", multiple=True, help="The corpus of the cache, all its files in the same order.")
 @click.option("--target", help="Folder or name of the cache's target.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the target's folder brings.")

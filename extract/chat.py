@@ -19,6 +19,8 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # are a prefix of the conversation's counts.
 HEADER_OPTIONS: tuple[dict[str, object], ...] = ({}, {"enable_thinking": False})
 
+OTHER = "another_name"
+
 Message = dict[str, Any]
 
 
@@ -66,8 +68,11 @@ class ChatEncoder:
         Costs one tokenisation with a marker, else one more per assistant turn and another per earlier one.
 
         Raises:
-            RowProblem: the template cannot render it, or does not show where a reply begins.
+            RowProblem: the template cannot render it, leaves out a tool call or a tool's result, or does not show where
+                a reply begins.
         """
+        messages = self._settle_missing_content(messages, tools)
+        self._check_tools_are_rendered(messages, tools)
         if self._has_marker(tools):
             encoded = self._encode_by_marker(messages, tools)
             if any(encoded.mask):
@@ -114,6 +119,35 @@ class ChatEncoder:
                 "template, or give prompt_ids and completion_ids",
             )
         return EncodedChat(ids, mask, num_unmasked)
+
+    def _settle_missing_content(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Give turns without content the empty text where the template fails on None, or prints its name.
+
+        Newer releases of transformers leave null content out before the template sees it, older ones do not.
+        """
+        bare = [message.get("content", "") is None for message in messages]
+        if not any(bare):
+            return messages
+        empty, named = (
+            [{**message, "content": text} if gap else message for message, gap in zip(messages, bare, strict=True)]
+            for text in ("", "None")
+        )
+        try:
+            return empty if self._render(messages, tools) == self._render(named, tools) else messages
+        except RowProblem:
+            return empty
+
+    def _check_tools_are_rendered(self, messages: list[Message], tools: list[Any] | None) -> None:
+        """Refuse a row of which the template drops what was called or what came back: a change there must show."""
+        whole: str | None = None
+        for index, message in enumerate(messages):
+            changed = _with_another_call_or_result(message)
+            if changed is None:
+                continue
+            whole = self._render(messages, tools) if whole is None else whole
+            if self._render([*messages[:index], changed, *messages[index + 1 :]], tools) == whole:
+                what = "tool calls" if message["role"] == "assistant" else "the results of tools"
+                raise RowProblem(f"the chat template leaves out {what}", f"message {index + 1}")
 
     def _turn_start(self, messages: list[Message], turn: int, tools: list[Any] | None, ids: list[int]) -> int | None:
         for options in HEADER_OPTIONS:
@@ -178,6 +212,19 @@ class ChatEncoder:
 def _special_ids(tokenizer: Any) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset({int(i) for i, token in added.items() if token.special} | set(tokenizer.all_special_ids))
+
+
+def _with_another_call_or_result(message: Message) -> Message | None:
+    """Return a message with its called functions renamed or a tool's result replaced; None where it has neither."""
+    if message["role"] == "tool":
+        return {**message, "content": OTHER}
+    if not message.get("tool_calls"):
+        return None
+    calls = [
+        {**call, "function": {**call["function"], "name": OTHER}} if "function" in call else {**call, "name": OTHER}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _template_problem(error: Exception) -> RowProblem:

@@ -1,27 +1,27 @@
-"""Reading corpus files: JSON lines, every row either usable or skipped with file, line and reason.
+"""Reading a corpus: every row of its files is either usable, or skipped with file, line and reason.
 
-A byte order mark, carriage returns and blank lines change nothing. The rows of a corpus are held in memory, at 5 bytes
-a token (an int32 id and a mask byte): 100 million tokens take 0.5 GB.
+The rows of a corpus are held in memory, at 5 bytes a token (an int32 id and a mask byte): 100 million tokens take
+0.5 GB.
 """
 
 from __future__ import annotations
 
-import codecs
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ..errors import CorpusError
 from ..store.plan import CorpusFile
 from .chat import RowProblem
 from .rows import CorpusRow, RowEncoder
+from .sources import Source
 
 NUM_PLACES_SHOWN = 5
-OTHER_FORMATS = (".gz", ".zst", ".bz2", ".xz", ".parquet", ".arrow", ".csv")
+NUM_PLACES_KEPT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,12 @@ class Skip:
 
 @dataclass(kw_only=True)
 class CorpusRows:
-    """The usable rows of a corpus in its own order, and what was left out."""
+    """The usable rows of a corpus in its own order, what was left out, and how many rows repeat an earlier one."""
 
     files: tuple[CorpusFile, ...]
     rows: list[CorpusRow] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
+    num_duplicates: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -52,15 +53,26 @@ class CorpusRows:
         """How many rows were left out, by reason."""
         return dict(Counter(skip.reason for skip in self.skips))
 
+    @property
+    def skipped_places(self) -> dict[str, list[str]]:
+        """Where rows were left out, `file:line`, by reason; the first thousand of each."""
+        places: dict[str, list[str]] = {}
+        for skip in self.skips:
+            found = places.setdefault(skip.reason, [])
+            if len(found) < NUM_PLACES_KEPT:
+                found.append(f"{skip.file}:{skip.line}")
+        return places
+
     def notices(self) -> list[str]:
         """One line for each reason of skipping, with the first places, and for cut rows and unmasked turns."""
         lines = []
-        for reason, count in self.skipped.items():
-            found = [skip for skip in self.skips if skip.reason == reason]
-            places = ", ".join(f"{skip.file}:{skip.line}" for skip in found[:NUM_PLACES_SHOWN])
+        details = {skip.reason: skip.detail for skip in reversed(self.skips)}
+        for (reason, count), places in zip(self.skipped.items(), self.skipped_places.values(), strict=True):
             more = ", ..." if count > NUM_PLACES_SHOWN else ""
-            detail = f" ({found[0].detail})" if found[0].detail else ""
-            lines.append(f"skipped {count} rows: {reason}{detail}: {places}{more}")
+            detail = f" ({details[reason]})" if details[reason] else ""
+            lines.append(f"skipped {count} rows: {reason}{detail}: {', '.join(places[:NUM_PLACES_SHOWN])}{more}")
+        if self.num_duplicates:
+            lines.append(f"{self.num_duplicates} rows repeat an earlier row; they are kept, and held out together")
         truncated = sum(row.truncated for row in self.rows)
         if truncated:
             lines.append(f"cut {truncated} rows at the length limit")
@@ -71,7 +83,7 @@ class CorpusRows:
 
 
 def read_corpus(
-    paths: Sequence[Path],
+    sources: Sequence[Source],
     tokenizer: Any,
     *,
     vocab_size: int,
@@ -79,73 +91,53 @@ def read_corpus(
     limit_rows: int | None = None,
     limit_tokens: int | None = None,
     strict: bool = False,
+    earlier: Sequence[str] = (),
 ) -> CorpusRows:
-    """Read JSON-lines files into rows of token ids with loss masks.
+    """Read corpus files into rows of token ids with loss masks.
 
     Args:
-        paths: the files, read in this order.
+        sources: the files and datasets, read in this order.
         tokenizer: the target's.
         vocab_size: rows of the target's embeddings.
         max_length: longer rows are cut there, or skipped where nothing of the reply would be left.
         limit_rows: stop after so many usable rows.
         limit_tokens: stop before the first row with which the total would be more.
         strict: refuse the corpus where a row would be skipped.
+        earlier: names of files that are in the cache already; the rows of no new file are named after them.
 
     Returns:
         The rows, and every row that was left out.
 
     Raises:
-        CorpusError: a file is missing, empty or of another kind; two rows have the same id (which of the two is meant
-            cannot be told later on); an id lies outside the vocabulary; no row is usable; or, with `strict`, a row is
-            not.
+        CorpusError: a file is damaged or has no rows; two rows have the same id (which of the two is meant cannot be
+            told later on); an id lies outside the vocabulary; no row is usable; or, with `strict`, a row is not.
     """
-    check_files(paths)
-    corpus = CorpusRows(files=tuple(_corpus_file(path) for path in paths))
+    corpus = CorpusRows(files=tuple(source.file for source in sources))
     encoder = RowEncoder(tokenizer, vocab_size=vocab_size, max_length=max_length)
     places: dict[str, str] = {}
+    seen: set[bytes] = set()
     num_tokens = 0
-    for path, stem in zip(paths, _stems(paths), strict=True):
-        num_lines = 0
-        for line, data in _lines(path):
-            num_lines += 1
+    for source, stem in zip(sources, _stems(sources, earlier), strict=True):
+        line = 0
+        for line, value in source.rows():
             if limit_rows is not None and len(corpus.rows) >= limit_rows:
                 return corpus
             try:
-                row = encoder.encode(_decode(data), f"{stem}:{line}", path.name, line)
+                if isinstance(value, RowProblem):
+                    raise value
+                row = encoder.encode(value, f"{stem}:{line}", source.name, line)
             except RowProblem as problem:
-                _skip(corpus, Skip(file=path.name, line=line, reason=problem.reason, detail=problem.detail), strict)
+                _skip(corpus, Skip(file=source.name, line=line, reason=problem.reason, detail=problem.detail), strict)
                 continue
-            _check_unique(places, row.id, f"{path}:{line}")
+            _check_unique(places, row.id, f"{source.place}:{line}")
             num_tokens += row.num_tokens
             if limit_tokens is not None and num_tokens > limit_tokens:
                 return _checked(corpus, f"the first row has {row.num_tokens} tokens, over the limit of {limit_tokens}")
             corpus.rows.append(row)
-        if num_lines == 0:
-            raise CorpusError(f"{path}: the file has no rows, only blank lines")
+            corpus.num_duplicates += _repeats(seen, row)
+        if line == 0:
+            raise CorpusError(f"{source.place}: there are no rows in it")
     return _checked(corpus, f"none of the {len(corpus.skips)} rows is usable")
-
-
-def check_files(paths: Sequence[Path]) -> None:
-    """Check that the corpus files are there and can be JSON lines.
-
-    Raises:
-        CorpusError: naming the file and what is wrong with it.
-    """
-    if not paths:
-        raise CorpusError("no corpus file is given")
-    for path in paths:
-        if path.is_dir():
-            raise CorpusError(f"{path}: this is a folder; give JSON-lines files")
-        if not path.is_file():
-            raise CorpusError(f"{path}: there is no such corpus file")
-        if path.suffix.lower() in OTHER_FORMATS:
-            raise CorpusError(f"{path}: only plain JSON lines are read; convert {path.suffix} files first")
-        if path.stat().st_size == 0:
-            raise CorpusError(f"{path}: the file is empty")
-    resolved = [path.resolve() for path in paths]
-    for path, real in zip(paths, resolved, strict=True):
-        if resolved.count(real) > 1:
-            raise CorpusError(f"{path}: this corpus file is given twice")
 
 
 def _checked(corpus: CorpusRows, problem: str) -> CorpusRows:
@@ -170,36 +162,21 @@ def _check_unique(places: dict[str, str], row_id: str, place: str) -> None:
     places[row_id] = place
 
 
-def _stems(paths: Sequence[Path]) -> list[str]:
+def _repeats(seen: set[bytes], row: CorpusRow) -> bool:
+    """Tell whether a row has the tokens and the mask of an earlier one."""
+    digest = xxhash.xxh3_128_digest(row.input_ids.tobytes() + row.loss_mask.tobytes())
+    known = digest in seen
+    seen.add(digest)
+    return known
+
+
+def _stems(sources: Sequence[Source], earlier: Sequence[str]) -> list[str]:
     """A different name for each file: its stem, numbered where two files share one."""
     stems: list[str] = []
-    for path in paths:
-        stem, number = path.stem, 2
+    for name in [*earlier, *(source.name for source in sources)]:
+        first = Path(name.removesuffix(".gz")).stem
+        stem, number = first, 2
         while stem in stems:
-            stem, number = f"{path.stem}-{number}", number + 1
+            stem, number = f"{first}-{number}", number + 1
         stems.append(stem)
-    return stems
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, bytes) of the lines that are not blank."""
-    with path.open("rb") as file:
-        for number, data in enumerate(file, 1):
-            content = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
-            if content.strip():
-                yield number, content
-
-
-def _decode(data: bytes) -> object:
-    try:
-        return json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RowProblem("not UTF-8", f"byte {error.start + 1} of the line is 0x{data[error.start]:02x}") from error
-    except (ValueError, RecursionError) as error:
-        raise RowProblem("not JSON", str(error)) from error
-
-
-def _corpus_file(path: Path) -> CorpusFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return CorpusFile(name=path.name, sha256=digest, num_bytes=path.stat().st_size)
+    return stems[len(earlier) :]

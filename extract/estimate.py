@@ -1,26 +1,34 @@
 """How large a cache will be, from its tokens alone, before the first forward.
 
-bytes = tokens * (L * H * item * ratio(dtype) + [H * item * ratio(dtype) with --keep-final] + 3 + 8 K * TOP_RATIO)
+bytes = tokens * (L * H * item * ratio + [H * item * ratio with --keep-final] + 3 + 8 K * TOP_RATIO)
         + shards * (SHARD_BYTES + L * (LAYER_BYTES + 16 H)) + rows * ROW_BYTES
         + (1 or 2) * V * H * item + tokenizer
 
-with L layers, H hidden, V head rows (once where head and embeddings are tied), K top choices. The ratios are those of
-the `lossless` codec: SmolLM2-135M's five default layers give 0.70 (62,000 tokens) to 0.74 (1,300) in bfloat16 and
-0.89 (2,600) in float32, a random model 0.69 and 0.84, and a few percent more in tiny shards. They are the largest
-unknown: another model's states may compress a few percent better or worse.
+with L layers, H hidden, V head rows (once where head and embeddings are tied), K top choices. The ratio is that of the
+`lossless` codec: base + slope * max(0, 7 - log10(bytes of an array)), since small arrays compress worse. Base and slope
+lie in the middle of what was seen: in float32 0.71 (the embedded target, arrays of 15 MB), 0.82 (SmolLM2-135M, 43 and
+70 MB; a random model, 4 MB), 0.90 and 1.00 (the same, 0.2 and 0.02 MB); in bfloat16 0.65 and 0.70 (SmolLM2-135M, 36
+MB), 0.74 (1.5 MB) and 0.72 (a random model, 0.2 MB). They are the largest unknown: another model's states may compress
+a few percent better or worse.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..store.manifest import read_manifest
+from ..store.plan import assign_rows
 from ..target import TargetDescription
 from .config import ExtractConfig
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-STATE_RATIO = {"lossless": {"bfloat16": 0.71, "float32": 0.87}}
+STATE_RATIO = {"lossless": {"bfloat16": (0.67, 0.03), "float32": (0.77, 0.07)}}
 TOP_RATIO = 0.6
 TOKEN_BYTES = 3
 ROW_BYTES = 100  # a row's entries in plan.json and in its shard
@@ -30,18 +38,26 @@ GIB = 2**30
 
 
 def estimate_bytes(
-    config: ExtractConfig, description: TargetDescription, num_layers: int, num_tokens: int, num_rows: int
+    config: ExtractConfig, description: TargetDescription, num_layers: int, num_tokens: Sequence[int]
 ) -> int:
-    """Return the expected size of the cache on disk, in bytes; see the head of this module for the formula."""
+    """Return the expected size of the cache on disk, in bytes; see the head of this module for the formula.
+
+    `num_tokens` are those of each row. A cache that is extended keeps what it has, the target's head with it; the rows
+    are the new ones.
+    """
     item, hidden_size = ITEM_BYTES[description.dtype], description.hidden_size
-    state = hidden_size * item * STATE_RATIO[config.codec][description.dtype]
+    total = sum(num_tokens)
+    num_shards = len(assign_rows(num_tokens, config.shard_tokens)[1])
+    base, slope = STATE_RATIO[config.codec][description.dtype]
+    ratio = base + slope * max(0.0, 7 - math.log10(total / num_shards * hidden_size * item))
+    state = hidden_size * item * ratio
     per_token = (num_layers + config.keep_final) * state + TOKEN_BYTES + 8 * config.top_k * TOP_RATIO
     per_shard = SHARD_BYTES + num_layers * (LAYER_BYTES + 16 * hidden_size)
-    num_shards = -(-num_tokens // config.shard_tokens)
     tied = bool(getattr(description.text_config, "tie_word_embeddings", False))
     head = description.vocab_size * hidden_size * item * (1 if tied else 2)
-    rest = num_rows * ROW_BYTES + head + _tokenizer_bytes(description)
-    return round(num_tokens * per_token + num_shards * per_shard) + rest
+    there = read_manifest(config.out).num_bytes if config.append else head + _tokenizer_bytes(description)
+    rest = len(num_tokens) * ROW_BYTES + there
+    return round(total * per_token + num_shards * per_shard) + rest
 
 
 def _tokenizer_bytes(description: TargetDescription) -> int:
@@ -59,7 +75,12 @@ def free_bytes(path: Path) -> int:
 
 def stored_bytes(path: Path) -> int:
     """Return the bytes of all files below `path`, written by an interrupted extraction; 0 where there is none."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    total = 0
+    for folder, _, names in os.walk(path):  # passes over folders that another worker renames meanwhile
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(folder, name).stat().st_size
+    return total
 
 
 def check_space(path: Path, estimated: int) -> None:

@@ -5,7 +5,7 @@ R rows, T tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from .rows import CorpusRow
 
 
 def compute_shard(
-    target: Target, plan: Plan, rows: Sequence[CorpusRow], shard: int, progress: Progress
+    target: Target, plan: Plan, rows: Mapping[int, CorpusRow], shard: int, progress: Progress
 ) -> tuple[list[Row], dict[str, list[str]]]:
     """Run the planned batches of one shard.
 
     Args:
-        rows: all rows in the plan's order.
+        rows: the shard's rows at least, by their place in the plan.
 
     Returns:
         The shard's sound rows in the plan's order, and the ids of the others by reason. All in memory.

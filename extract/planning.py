@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 
-from ..store.plan import Identity, Plan, assign_rows, hash_prompt
+from ..store.append import check_same_settings, extend_plan, is_appended
+from ..store.manifest import check_manifest, read_manifest
+from ..store.plan import Identity, Plan, assign_rows, hash_prompt, read_plan
 from ..target import Target
 from .config import ExtractConfig
 from .corpus import CorpusRows
 from .rows import CorpusRow
+from .sources import Source
+
+PlacedRows = dict[int, CorpusRow]
 
 
 def make_identity(
@@ -53,3 +62,51 @@ def make_plan(identity: Identity, target: Target, corpus: CorpusRows) -> tuple[P
         skipped=corpus.skipped,
     )
     return plan, rows
+
+
+def plan_parts(identity: Identity, target: Target, parts: Sequence[CorpusRows], out: Path) -> tuple[Plan, PlacedRows]:
+    """Return the plan of a cache with all its extensions, and its rows by their place in it.
+
+    Args:
+        identity: the cache's.
+        parts: the rows it was begun with, and those of each extension.
+        out: the cache, for messages.
+    """
+    first = replace(identity, corpus=parts[0].files, appended=())
+    plan, rows = make_plan(first, target, parts[0])
+    placed = dict(enumerate(rows))
+    for corpus in parts[1:]:
+        part, rows = make_plan(replace(first, corpus=corpus.files), target, corpus)
+        plan = extend_plan(plan, part, out)
+        placed |= dict(enumerate(rows, plan.num_rows - len(rows)))
+    return replace(plan, identity=identity), placed
+
+
+def plan_append(out: Path, part: Plan) -> Plan:
+    """Return the plan of a finished cache extended by a part; the cache's own where it was last extended by this part.
+
+    Raises:
+        CacheMissing, CacheIncomplete, CacheCorrupt: there is no finished cache.
+        CacheMismatch: the part does not fit it, see `store.append.extend_plan`.
+    """
+    manifest = read_manifest(out)
+    old = read_plan(out, manifest.generation)
+    check_manifest(out, manifest, old)
+    if is_appended(old, part):
+        check_same_settings(old.identity, part.identity, out)
+        return old
+    return extend_plan(old, part, out)
+
+
+def earlier_files(out: Path, sources: Sequence[Source]) -> list[str]:
+    """Return the names of the corpus files of a cache that were there before these.
+
+    Raises:
+        CacheMissing, CacheIncomplete, CacheCorrupt: there is no finished cache.
+    """
+    identity = read_manifest(out).identity
+    files = list(identity.corpus)
+    count = identity.appended[-1] if identity.appended else 0
+    if count and [file.sha256 for file in files[-count:]] == [source.file.sha256 for source in sources]:
+        files = files[:-count]
+    return [file.name for file in files]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..errors import CacheMismatch, ConfigError
 from ..store.identity import Identity
 from ..store.integrity import verify
 from ..store.jsonfile import digest_bytes, seal
-from ..store.layout import PLAN, STATS, TARGET
+from ..store.layout import TARGET, plan_file, stats_file
 from ..store.manifest import Manifest, read_manifest
 from ..store.plan import Plan, read_plan, write_plan
 from ..store.progress import Bar, no_bar
@@ -20,12 +20,12 @@ from ..store.record import ShardRecord
 from ..store.replace import replace_manifest, replace_shard, replace_target, replacing
 from ..target import Target, describe_target, load_target
 from .config import ExtractConfig
-from .corpus import read_corpus
+from .corpus import CorpusRows, read_corpus
 from .forward import compute_shard
-from .planning import make_identity, make_plan
+from .planning import PlacedRows, make_identity, plan_parts
 from .progress import Progress, SilentProgress
-from .rows import CorpusRow
 from .run import package_versions, target_head
+from .sources import open_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class RepairConfig:
     """
 
     cache: Path
-    corpus: tuple[Path, ...] = ()
+    corpus: tuple[Path | str, ...] = ()
     target: str | None = None
     device: str = "auto"
     trust_remote_code: bool = False
@@ -96,11 +96,13 @@ def _repair(
     progress: Progress,
 ) -> Manifest:
     records: dict[int, ShardRecord] = {}
-    if not bad_shards and set(bad_files) <= {STATS}:  # sums of sums that the shards still have
-        return replace_manifest(cache, read_plan(cache), manifest, records, manifest.versions)
+    plan_name, stats_name = plan_file(manifest.generation), stats_file(manifest.generation)
+    if not bad_shards and set(bad_files) <= {stats_name}:  # sums of sums that the shards still have
+        plan = read_plan(cache, manifest.generation)
+        return replace_manifest(cache, plan, manifest, records, manifest.versions)
     _check_given(config, manifest.identity, bad_shards, bad_files)
-    target, plan, rows = _plan_again(config, cache, manifest, PLAN in bad_files, progress)
-    if PLAN in bad_files:
+    target, plan, rows = _plan_again(config, cache, manifest, plan_name in bad_files, progress)
+    if plan_name in bad_files:
         write_plan(cache, plan)
     if any(name.startswith(f"{TARGET}/") for name in bad_files):
         replace_target(cache, target_head(target), target.save_files)
@@ -131,7 +133,7 @@ def _check_given(config: RepairConfig, identity: Identity, bad_shards: Sequence[
 
 def _plan_again(
     config: RepairConfig, cache: Path, manifest: Manifest, plan_is_bad: bool, progress: Progress
-) -> tuple[Target, Plan, list[CorpusRow]]:
+) -> tuple[Target, Plan, PlacedRows]:
     """Load the target, read the corpus, and make the plan again; all must be what the manifest says."""
     identity = manifest.identity
     settings = ExtractConfig(
@@ -154,32 +156,39 @@ def _plan_again(
         trust_remote_code=config.trust_remote_code,
     )
     description = describe_target(settings.target_config())
-    corpus = read_corpus(
-        settings.corpus,
-        description.tokenizer,
-        vocab_size=description.vocab_size,
-        max_length=identity.max_length,
-        limit_rows=identity.limit_rows,
-        limit_tokens=identity.limit_tokens,
-    )
+    sources = open_sources(settings.corpus)
     target = load_target(settings.target_config(), description)
     for notice in target.notices:
         progress.notice(notice)
-    found = make_identity(settings, target, corpus, identity.layer_ids, identity.max_length)
-    differences = identity.differences(found)
+    given_files = CorpusRows(files=tuple(source.file for source in sources))
+    found = make_identity(settings, target, given_files, identity.layer_ids, identity.max_length)
+    differences = replace(identity, appended=()).differences(found)
     if differences:
         name, expected, given = differences[0]
         raise CacheMismatch(
             f"{cache}: {name} is not that of the cache: {given} given, {expected} in the cache; repair needs the very "
             "corpus files, in their order, and the very target it was extracted with"
         )
-    plan, rows = make_plan(identity, target, corpus)
-    recorded = manifest.files[PLAN]
+    parts, first = [], 0
+    for count in identity.part_files:
+        corpus = read_corpus(
+            sources[first : first + count],
+            description.tokenizer,
+            vocab_size=description.vocab_size,
+            max_length=identity.max_length,
+            limit_rows=identity.limit_rows,
+            limit_tokens=identity.limit_tokens,
+            earlier=[source.name for source in sources[:first]],
+        )
+        parts.append(corpus)
+        first += count
+    plan, rows = plan_parts(identity, target, parts, cache)
+    recorded = manifest.files[plan_file(manifest.generation)]
     if plan_is_bad:
         data = seal(plan.fields())
         same = (len(data), digest_bytes(data)) == (recorded.num_bytes, recorded.xxh3)
     else:
-        same = read_plan(cache).digest == plan.digest
+        same = read_plan(cache, manifest.generation).digest == plan.digest
     if not same:
         raise CacheMismatch(
             f"{cache}: the rows planned now differ from those of the cache, though its inputs are the same: another "

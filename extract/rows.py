@@ -1,11 +1,17 @@
 """One corpus row: from a decoded JSON value to token ids and a loss mask, or the reason why not.
 
-A row holds `prompt_ids` and `completion_ids`, or `messages`, or `prompt` and `completion` text. Where it holds
-several, the ids win, then the messages.
+A row holds one of these forms; where it holds several, the first counts:
+
+    prompt_ids, completion_ids    token ids
+    input_ids [, loss_mask]       token ids; without a mask they are like text
+    messages                      a conversation; so is `conversations` (messages.py)
+    prompt, completion            text of one turn each
+    text                          plain text, without a template; every token but the first few is learned
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +22,16 @@ from numpy.typing import NDArray
 from ..errors import CorpusError
 from ..store.plan import count_anchors
 from .chat import ChatEncoder, EncodedChat, Message, RowProblem
+from .messages import check_messages, from_conversations
 
-SYSTEM_ROLES = ("system", "developer")
+FORMS = (
+    "prompt_ids", "completion_ids", "input_ids", "loss_mask", "messages", "conversations", "prompt", "completion",
+    "text",
+)  # fmt: skip
+FIELDS = ("id", *FORMS, "tools")
+PROMPT_TOKENS_OF_TEXT = 16
+"""Text without a prompt is held out or not by its first tokens: few enough to learn from the rest, and enough for texts
+to differ in them, since texts that share them fall together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +85,7 @@ class RowEncoder:
         """
         if not isinstance(value, dict):
             raise RowProblem("not a JSON object", f"found {type(value).__name__}")
+        value = {key: entry for key, entry in value.items() if entry is not None}
         row_id = _row_id(value, default_id)
         encoded = self._tokens(value)
         self._check_vocabulary(encoded.ids, file, line)
@@ -94,19 +109,35 @@ class RowEncoder:
             if not completion:
                 raise RowProblem("empty reply", "completion_ids is an empty list")
             return EncodedChat(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+        if "input_ids" in row or "loss_mask" in row:
+            return _ready(_id_list(row, "input_ids"), row.get("loss_mask"))
         if "messages" in row:
             return self._render(check_messages(row["messages"]), _tools(row))
+        if "conversations" in row:
+            return self._render(check_messages(from_conversations(row["conversations"])), _tools(row))
         if "prompt" in row or "completion" in row:
             prompt_text, completion_text = _text(row, "prompt"), _text(row, "completion")
             if not completion_text.strip():
                 raise RowProblem("empty reply", "completion is empty")
             turns = [{"role": "user", "content": prompt_text}, {"role": "assistant", "content": completion_text}]
             return self._render(turns, _tools(row))
+        if "text" in row:
+            return _unprompted(self._text_ids(_text(row, "text")))
         raise RowProblem(
             "no known fields",
-            "expected messages, or prompt and completion, or prompt_ids and completion_ids; found "
-            f"{', '.join(sorted(map(str, row))[:6]) or 'an empty object'}",
+            f"expected {', '.join(FORMS)}; found {', '.join(sorted(map(str, row))[:6]) or 'an empty object'}",
         )
+
+    def _text_ids(self, text: str) -> list[int]:
+        """Tokenize text as the tokenizer does by default, but never with two beginnings."""
+        if not text.strip():
+            raise RowProblem("empty text")
+        try:
+            bare = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
+        except (UnicodeEncodeError, TypeError, ValueError) as error:
+            raise RowProblem("the text is not valid Unicode", str(error).splitlines()[0]) from error
+        return list(bare if bare[:1] == [self.tokenizer.bos_token_id] else ids)
 
     def _render(self, messages: list[Message], tools: list[Any] | None) -> EncodedChat:
         if self._chat is None:
@@ -136,32 +167,21 @@ class RowEncoder:
         return ids, mask[:num_tokens].copy(), truncated
 
 
-def check_messages(messages: object) -> list[Message]:
-    """Return the messages up to the last assistant turn, if they are a conversation that can be learned from.
-
-    Raises:
-        RowProblem: not a list of messages, no reply, an empty reply, or the assistant speaks first.
-    """
-    if not isinstance(messages, list):
-        raise RowProblem("messages is not a list", f"found {type(messages).__name__}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowProblem("a message without a role", f"message {number}")
-    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not replies:
-        raise RowProblem("no assistant reply", f"{len(messages)} messages")
-    if all(message["role"] in SYSTEM_ROLES for message in messages[: replies[0]]):
-        raise RowProblem("the assistant speaks first")
-    for index in replies:
-        if _is_empty(messages[index]):
-            raise RowProblem("empty reply", f"message {index + 1}")
-    return messages[: replies[-1] + 1]
+def _ready(ids: list[int], mask: object) -> EncodedChat:
+    if not ids:
+        raise RowProblem("empty text", "input_ids is an empty list")
+    if mask is None:
+        return _unprompted(ids)
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
+        raise RowProblem("loss_mask is not a list of 0 and 1, one for each of input_ids")
+    learned = [bool(value) for value in mask]
+    return _unprompted(ids, learned) if learned[0] else EncodedChat(ids, learned)
 
 
-def _is_empty(message: Message) -> bool:
-    content = message.get("content")
-    empty = not content.strip() if isinstance(content, str) else not content
-    return empty and not message.get("tool_calls") and not message.get("reasoning_content")
+def _unprompted(ids: list[int], mask: list[bool] | None = None) -> EncodedChat:
+    """Let the first tokens of a row without a prompt stand for one."""
+    num_prompt = max(1, min(PROMPT_TOKENS_OF_TEXT, len(ids) // 2))
+    return EncodedChat(ids, [False] * num_prompt + (mask or [True] * len(ids))[num_prompt:])
 
 
 def _row_id(row: dict[str, Any], default_id: str) -> str:
@@ -175,7 +195,7 @@ def _row_id(row: dict[str, Any], default_id: str) -> str:
 
 def _id_list(row: dict[str, Any], key: str) -> list[int]:
     if key not in row:
-        other = "completion_ids" if key == "prompt_ids" else "prompt_ids"
+        other = {"prompt_ids": "completion_ids", "completion_ids": "prompt_ids", "input_ids": "loss_mask"}[key]
         raise RowProblem(f"{other} without {key}")
     values = row[key]
     if not isinstance(values, list) or not all(type(value) is int for value in values):
@@ -193,6 +213,11 @@ def _text(row: dict[str, Any], key: str) -> str:
 
 def _tools(row: dict[str, Any]) -> list[Any] | None:
     tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():  # Parquet has no column for schemas that differ from row to row
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise RowProblem("tools is not a list", f"nor the JSON of one: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise RowProblem("tools is not a list", f"found {type(tools).__name__}")
     return tools or None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from ..errors import ConfigError
 from ..store import CacheWriter, Plan, TargetHead
 from ..target import Target, TargetDescription, describe_target, load_target, parse_layer_ids
 from .config import ExtractConfig
-from .corpus import CorpusRows, check_files, read_corpus
+from .corpus import CorpusRows, read_corpus
 from .estimate import GIB, check_space, estimate_bytes, free_bytes
 from .forward import compute_shard
-from .planning import make_identity, make_plan
+from .planning import earlier_files, make_identity, make_plan, plan_append
 from .progress import Progress, SilentProgress
 from .rows import CorpusRow
+from .sources import Source, open_sources
+from .workers import started_workers
 
 PACKAGES = ("dflash-pipeline", "numpy", "tokenizers", "torch", "transformers", "zarr")
 
@@ -29,25 +32,27 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
         progress: where to report; nowhere by default.
 
     Returns:
-        The object that `--json` prints: cache, rows, tokens, resumed_rows, skipped, dropped, seconds,
-        tokens_per_second (of the forwards of this run; 0 where none was left), state_bytes, raw_state_bytes,
-        estimated_bytes, identity, fingerprint, notices. Of a dry run: rows, tokens, estimated_bytes, free_bytes,
-        skipped, notices.
+        The object that `--json` prints: cache, rows, tokens, resumed_rows, skipped (reason: count), skipped_places
+        (reason: file:line of the first thousand), duplicates, dropped, seconds, tokens_per_second (of the forwards of
+        this run, all workers together; 0 where none was left), state_bytes, raw_state_bytes, estimated_bytes,
+        identity, fingerprint, notices. Of a dry run: rows, tokens, estimated_bytes, free_bytes, skipped,
+        skipped_places, duplicates, notices.
 
     Raises:
         CorpusError: the corpus cannot be read, or has no usable row.
         TargetError: the target cannot be loaded or is not understood, or all of its states are faulty.
         ConfigError: an option does not fit the target, or the disk is too small.
         CacheMismatch: the output holds a cache made from other inputs.
+        CacheMissing: there is no finished cache to extend.
 
     Writes the cache at `config.out`.
     """
     started = time.monotonic()
     reporter = _Reporter(progress or SilentProgress())
-    check_files(config.corpus)
+    sources = open_sources(config.corpus)
     description = describe_target(config.target_config())
     layer_ids, max_length = _resolve(config, description)
-    corpus = _read(config, description, max_length, reporter)
+    corpus = _read(config, sources, description, max_length, reporter)
     estimated = _estimate(config, description, corpus, len(layer_ids), reporter)
     if config.dry_run:
         return {
@@ -56,24 +61,30 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
             "estimated_bytes": estimated,
             "free_bytes": free_bytes(config.out),
             "skipped": corpus.skipped,
+            "skipped_places": corpus.skipped_places,
+            "duplicates": corpus.num_duplicates,
             "notices": reporter.notices,
         }
     check_space(config.out, estimated)
     target = load_target(config.target_config(), description)
     reporter.extend(target.notices)
-    plan, rows = make_plan(make_identity(config, target, corpus, layer_ids, max_length), target, corpus)
+    plan, rows = _plan(config, target, corpus, layer_ids, max_length)
     head, versions = target_head(target), package_versions()
     with CacheWriter.create_or_resume(config.out, plan, head, target.save_files, versions) as writer:
         resumed_rows = writer.resumed_rows
         reporter.extend([f"computing shard {shard} again: {why}" for shard, why in writer.replaced_shards.items()])
-        rate = _extract_shards(target, plan, rows, writer, reporter)
-        manifest = writer.finish()
+        with started_workers(config, run_extract) if writer.missing_shards else nullcontext(list) as failures:
+            rate = _extract_shards(target, plan, rows, writer, reporter)
+            manifest = writer.finish()
+            reporter.extend(failures())
     return {
         "cache": str(config.out),
         "rows": manifest.num_rows,
         "tokens": manifest.num_tokens,
         "resumed_rows": resumed_rows,
         "skipped": dict(manifest.skipped),
+        "skipped_places": corpus.skipped_places,
+        "duplicates": corpus.num_duplicates,
         "dropped": dict(manifest.dropped),
         "seconds": time.monotonic() - started,
         "tokens_per_second": rate,
@@ -109,16 +120,21 @@ def _resolve(config: ExtractConfig, description: TargetDescription) -> tuple[tup
 
 
 def _read(
-    config: ExtractConfig, description: TargetDescription, max_length: int | None, reporter: _Reporter
+    config: ExtractConfig,
+    sources: Sequence[Source],
+    description: TargetDescription,
+    max_length: int | None,
+    reporter: _Reporter,
 ) -> CorpusRows:
     corpus = read_corpus(
-        config.corpus,
+        sources,
         description.tokenizer,
         vocab_size=description.vocab_size,
         max_length=max_length,
         limit_rows=config.limit_rows,
         limit_tokens=config.limit_tokens,
         strict=config.strict,
+        earlier=earlier_files(config.out, sources) if config.append else (),
     )
     if config.max_length is not None and max_length != config.max_length:
         reporter.extend(
@@ -128,10 +144,20 @@ def _read(
     return corpus
 
 
+def _plan(
+    config: ExtractConfig, target: Target, corpus: CorpusRows, layer_ids: tuple[int, ...], max_length: int | None
+) -> tuple[Plan, dict[int, CorpusRow]]:
+    """Return the cache's plan, and the corpus' rows by their place in it."""
+    plan, rows = make_plan(make_identity(config, target, corpus, layer_ids, max_length), target, corpus)
+    if config.append:
+        plan = plan_append(config.out, plan)
+    return plan, dict(enumerate(rows, plan.num_rows - len(rows)))
+
+
 def _estimate(
     config: ExtractConfig, description: TargetDescription, corpus: CorpusRows, num_layers: int, reporter: _Reporter
 ) -> int:
-    estimated = estimate_bytes(config, description, num_layers, corpus.num_tokens, len(corpus.rows))
+    estimated = estimate_bytes(config, description, num_layers, [row.num_tokens for row in corpus.rows])
     reporter.progress.notice(
         f"{len(corpus.rows):,} rows, {corpus.num_tokens:,} tokens: the cache takes about {estimated / GIB:,.3f} GiB, "
         f"{free_bytes(config.out) / GIB:,.1f} GiB are free"
@@ -140,27 +166,37 @@ def _estimate(
 
 
 def _extract_shards(
-    target: Target, plan: Plan, rows: Sequence[CorpusRow], writer: CacheWriter, reporter: _Reporter
+    target: Target, plan: Plan, rows: Mapping[int, CorpusRow], writer: CacheWriter, reporter: _Reporter
 ) -> float:
-    """Compute and write the missing shards; return the tokens per second of this run."""
-    missing = list(writer.missing_shards)
+    """Compute and write the missing shards beside any other workers; return the tokens per second of all of them."""
+
+    def found(shard: int) -> None:  # another worker's
+        reporter.progress.advance(_shard_tokens(plan, shard), 0)
+        reporter.extend(_drop_notices(shard, writer.record(shard).dropped))
+
     num_tokens = int(plan.num_tokens.sum())
-    num_missing = sum(int(plan.num_tokens[index]) for shard in missing for index in plan.shard_slice(shard))
+    num_missing = sum(_shard_tokens(plan, shard) for shard in writer.missing_shards)
     started = time.monotonic()
     reporter.progress.start(num_tokens, num_tokens - num_missing)
     try:
-        for shard in missing:
+        for shard in writer.claim_shards(found):
             sound, dropped = compute_shard(target, plan, rows, shard, reporter.progress)
             writer.write_shard(shard, sound, dropped)
-            reporter.extend([_drop_notice(shard, reason, ids) for reason, ids in dropped.items()])
+            reporter.extend(_drop_notices(shard, dropped))
     finally:
         reporter.progress.stop()
-    return num_missing / max(time.monotonic() - started, 1e-9) if missing else 0.0
+    return num_missing / max(time.monotonic() - started, 1e-9) if num_missing else 0.0
 
 
-def _drop_notice(shard: int, reason: str, ids: Sequence[str]) -> str:
-    more = ", ..." if len(ids) > 5 else ""
-    return f"shard {shard}: dropped {len(ids)} rows: {reason}: {', '.join(ids[:5])}{more}"
+def _shard_tokens(plan: Plan, shard: int) -> int:
+    return sum(int(plan.num_tokens[index]) for index in plan.shard_slice(shard))
+
+
+def _drop_notices(shard: int, dropped: Mapping[str, Sequence[str]]) -> list[str]:
+    return [
+        f"shard {shard}: dropped {len(ids)} rows: {reason}: {', '.join(ids[:5])}{', ...' if len(ids) > 5 else ''}"
+        for reason, ids in dropped.items()
+    ]
 
 
 def target_head(target: Target) -> TargetHead:

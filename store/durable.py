@@ -81,11 +81,15 @@ def commit_dir(temporary: Path, final: Path) -> None:
     fsync_path(final.parent)
 
 
-def remove_stale(*parents: Path) -> None:
-    """Remove what a killed writer left beside its final places. Call it with the lock held."""
-    for parent in parents:
-        for path in parent.glob(f"{TEMP_PREFIX}*"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+def remove_stale(parent: Path, name: str = "") -> None:
+    """Remove what killed writers left beside a final place. Call it while nobody else may write there.
+
+    Args:
+        parent: the folder of the final place.
+        name: the final place; all of the folder where it is empty.
+    """
+    for path in parent.glob(f"{TEMP_PREFIX}{name}-*" if name else f"{TEMP_PREFIX}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

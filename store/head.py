@@ -5,6 +5,8 @@ V vocabulary rows, H hidden.
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from ..errors import CacheCorrupt, CacheMissing, ConfigError
 from .layout import HEAD, TARGET, file_size
+
+OS_ERROR = re.compile(r"(?:os error|code:) (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +61,13 @@ def write_head(directory: Path, head: TargetHead) -> None:
     if head.lm_head is not None:
         tensors["lm_head"] = head.lm_head
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, str(directory / HEAD), metadata={"norm_eps": repr(float(head.norm_eps))})
+    try:
+        save_file(tensors, str(directory / HEAD), metadata={"norm_eps": repr(float(head.norm_eps))})
+    except SafetensorError as error:  # safetensors wraps what the system says
+        code = OS_ERROR.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(directory / HEAD)) from error
 
 
 def read_head(cache: Path, hidden_size: int, vocab_size: int) -> TargetHead:

@@ -28,6 +28,9 @@ class Identity:
     The digest leaves out names (of the target and of the corpus files) and versions of packages, so that moving
     things about or upgrading does not make another cache of the same one.
 
+    `appended` lists, for each time the cache was extended, how many of the last files of `corpus` came with it. Length
+    and limits hold for each part by itself.
+
     Raises:
         ConfigError: a value has the wrong type or range.
     """
@@ -49,6 +52,7 @@ class Identity:
     shard_tokens: int
     limit_rows: int | None
     limit_tokens: int | None
+    appended: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -64,10 +68,24 @@ class Identity:
         for file in self.corpus:
             if not is_hexadecimal(file.sha256, 64):
                 raise ConfigError(f"corpus file {file.name}: sha256 {file.sha256!r} is not 64 hexadecimal digits")
+        if not all(type(count) is int and count >= 1 for count in self.appended):
+            raise ConfigError(f"appended {list(self.appended)}: expected whole numbers from 1")
+        if sum(self.appended) >= len(self.corpus):
+            raise ConfigError(f"appended {list(self.appended)}: more files than the {len(self.corpus)} of the corpus")
         for name in ("max_length", "batch_tokens", "shard_tokens", "limit_rows", "limit_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value}: expected at least 1")
+
+    @property
+    def generation(self) -> int:
+        """How many times the cache was extended."""
+        return len(self.appended)
+
+    @property
+    def part_files(self) -> tuple[int, ...]:
+        """How many files of `corpus` the cache was begun with, and how many came each time it was extended."""
+        return (len(self.corpus) - sum(self.appended), *self.appended)
 
     def fields(self) -> dict[str, Any]:
         """Return everything as plain JSON values, names included."""
@@ -76,6 +94,9 @@ class Identity:
             {"name": file.name, "sha256": file.sha256, "num_bytes": file.num_bytes} for file in self.corpus
         ]
         values["layer_ids"] = list(self.layer_ids)
+        values["appended"] = list(self.appended)
+        if not self.appended:
+            del values["appended"]
         return values
 
     def hashed_fields(self) -> dict[str, Any]:
@@ -92,7 +113,8 @@ class Identity:
     def differences(self, other: Identity) -> list[tuple[str, Any, Any]]:
         """Return (field, ours, theirs) for each hashed field in which two identities differ."""
         ours, theirs = self.hashed_fields(), other.hashed_fields()
-        return [(key, ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]]
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
 
 
 def parse_identity(source: Fields) -> Identity:
@@ -120,6 +142,10 @@ def parse_identity(source: Fields) -> Identity:
     }
     for name in ("target_name", "target_fingerprint", "tokenizer_hash", "template_hash", "dtype", "attention", "codec"):
         values[name] = source.text(name)
+    if "appended" in source.values:
+        values["appended"] = tuple(source.integers("appended", 1))
+        if not values["appended"]:
+            source.fail("appended", "at least one number, or no such field", [])
     for name in ("batch_tokens", "shard_tokens"):
         values[name] = source.integer(name, 1)
     values["max_length"] = source.optional_integer("max_length", 1, MAX_ROW_TOKENS)

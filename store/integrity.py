@@ -68,7 +68,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
             else:
                 bad_shards.add(check.shard)
     if not bad_files:
-        check_manifest(cache, manifest, read_plan(cache))
+        check_manifest(cache, manifest, read_plan(cache, manifest.generation))
     return {
         "ok": not problems,
         "bad_shards": sorted(bad_shards),

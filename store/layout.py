@@ -27,6 +27,7 @@ HEAD = "head.safetensors"
 SHARDS = "shards"
 RECORD = "record.json"
 LOCK = ".lock"
+CLAIMS = ".claims"
 TEMP_PREFIX = ".tmp-"
 
 DTYPES = ("bfloat16", "float32")
@@ -39,6 +40,16 @@ MAX_LAYERS = 2**12
 MAX_ROW_TOKENS = 2**31 - 1
 MAX_TOP_K = 2**10
 MAX_JSON_BYTES = 2**31
+
+
+def plan_file(generation: int) -> str:
+    """Return the name of the plan of a cache that was extended so many times; the plans before it stay."""
+    return PLAN if generation == 0 else f"plan-{generation}.json"
+
+
+def stats_file(generation: int) -> str:
+    """Return the name of the statistics of a cache that was extended so many times."""
+    return STATS if generation == 0 else f"stats-{generation}.safetensors"
 
 
 def shard_name(shard: int) -> str:

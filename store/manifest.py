@@ -12,7 +12,17 @@ from ..errors import CacheCorrupt, CacheIncomplete, CacheMissing
 from .durable import write_atomic
 from .identity import Identity, parse_identity
 from .jsonfile import DIGEST_HEX, Fields, is_hexadecimal, read_sealed, seal
-from .layout import FORMAT_VERSION, ITEM_BYTES, MANIFEST, MAX_HIDDEN, MAX_VOCAB, PLAN, STATS, safe_join, shard_dir
+from .layout import (
+    FORMAT_VERSION,
+    ITEM_BYTES,
+    MANIFEST,
+    MAX_HIDDEN,
+    MAX_VOCAB,
+    plan_file,
+    safe_join,
+    shard_dir,
+    stats_file,
+)
 from .plan import Plan, check_format, read_plan
 from .record import (
     FileRecord,
@@ -66,6 +76,11 @@ class Manifest:
     shards: tuple[ShardRecord, ...]
     versions: dict[str, str]
     parents: tuple[str, ...] = ()
+
+    @property
+    def generation(self) -> int:
+        """How many times the cache was extended; its plan and statistics are named by it."""
+        return self.identity.generation
 
     @property
     def num_shards(self) -> int:
@@ -199,8 +214,9 @@ def check_manifest(cache: Path, manifest: Manifest, plan: Plan) -> None:
         if record.shard != index:
             raise CacheCorrupt(f"{path}: shards[{index}]: expected shard {index}, found {record.shard}")
     if manifest.num_shards != plan.num_shards:
-        raise CacheCorrupt(f"{path}: {manifest.num_shards} shards, {PLAN} says {plan.num_shards}")
-    for name in (PLAN, STATS):
+        raise CacheCorrupt(f"{path}: {manifest.num_shards} shards, its plan says {plan.num_shards}")
+    plan_name = plan_file(manifest.generation)
+    for name in (plan_name, stats_file(manifest.generation)):
         if name not in manifest.files:
             raise CacheCorrupt(f"{path}: files: expected a record of {name}, found none")
     _check_shards(path, manifest, plan)
@@ -208,7 +224,7 @@ def check_manifest(cache: Path, manifest: Manifest, plan: Plan) -> None:
     for key, value in manifest.fields().items():
         if value != expected[key]:
             raise CacheCorrupt(
-                f"{path}: {key}: {str(value)[:60]} does not follow from {PLAN} and the shard table "
+                f"{path}: {key}: {str(value)[:60]} does not follow from {plan_name} and the shard table "
                 f"(expected {str(expected[key])[:60]}); the cache is damaged, extract it again"
             )
 
@@ -220,14 +236,14 @@ def _check_shards(path: Path, manifest: Manifest, plan: Plan) -> None:
         dropped = [name for ids in record.dropped.values() for name in ids]
         if len(set(dropped)) != len(dropped) or not planned.keys() >= set(dropped):
             raise CacheCorrupt(
-                f"{path}: shard {record.shard}: drops a row twice, or one that {PLAN} does not put there"
+                f"{path}: shard {record.shard}: drops a row twice, or one that the plan does not put there"
             )
         rows = len(planned) - len(dropped)
         tokens = sum(planned.values()) - sum(planned[name] for name in dropped)
         if (record.num_rows, record.num_tokens) != (rows, tokens):
             raise CacheCorrupt(
-                f"{path}: shard {record.shard}: {record.num_rows} rows and {record.num_tokens} tokens, {PLAN} and the "
-                f"dropped rows say {rows} and {tokens}"
+                f"{path}: shard {record.shard}: {record.num_rows} rows and {record.num_tokens} tokens, its plan and "
+                f"the dropped rows say {rows} and {tokens}"
             )
         for layer, stats in record.layers.items():
             if stats.values != tokens * plan.hidden_size:

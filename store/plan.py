@@ -20,7 +20,7 @@ from ..errors import CacheMissing, ConfigError
 from .durable import write_atomic
 from .identity import CorpusFile, Identity, parse_identity
 from .jsonfile import digest_json, is_hexadecimal, is_text, read_sealed, seal
-from .layout import FORMAT_VERSION, MAX_HIDDEN, MAX_ROW_TOKENS, MAX_VOCAB, PLAN, IntArray, safe_join
+from .layout import FORMAT_VERSION, MAX_HIDDEN, MAX_ROW_TOKENS, MAX_VOCAB, IntArray, plan_file, safe_join
 
 __all__ = [
     "CorpusFile",
@@ -196,26 +196,31 @@ def count_anchors(loss_mask: NDArray[np.bool_] | Sequence[bool]) -> int:
 
 
 def write_plan(cache: Path, plan: Plan) -> None:
-    """Write CACHE/plan.json atomically."""
-    write_atomic(cache / PLAN, seal(plan.fields()))
+    """Write the plan into its file of a cache, atomically."""
+    write_atomic(cache / plan_file(plan.identity.generation), seal(plan.fields()))
 
 
-def read_plan(cache: Path) -> Plan:
-    """Read and check CACHE/plan.json.
+def read_plan(cache: Path, generation: int = 0) -> Plan:
+    """Read and check CACHE/plan.json, or the plan of a cache that was extended so many times.
 
     Raises:
         CacheMissing: there is none.
         CacheCorrupt: it is damaged, or its values do not fit together.
     """
-    path = safe_join(cache, PLAN)
+    path = safe_join(cache, plan_file(generation))
     if not path.exists():
-        raise CacheMissing(f"{cache}: no cache here (there is no {PLAN}); `dflash extract --out {cache}` makes one")
+        raise CacheMissing(
+            f"{cache}: no cache here (there is no {path.name}); `dflash extract --out {cache}` makes one"
+        )
     source = read_sealed(path)
     check_format(source.get("format"), path)
     source.only(*Plan.__dataclass_fields__, "format", "digest")
+    identity = parse_identity(source.child("identity"))
+    if identity.generation != generation:
+        source.fail("identity", f"the identity of a cache extended {generation} times", identity.appended)
     try:
         return Plan(
-            identity=parse_identity(source.child("identity")),
+            identity=identity,
             hidden_size=source.integer("hidden_size", 1, MAX_HIDDEN),
             vocab_size=source.integer("vocab_size", 1, MAX_VOCAB),
             row_ids=source.texts("row_ids"),

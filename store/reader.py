@@ -21,7 +21,7 @@ from .codecs import CODECS
 from .decode import Array, Run
 from .head import TargetHead, read_head
 from .jsonfile import parse_json, read_bytes
-from .layout import HEAD, MANIFEST, PLAN, STATS, TARGET, IntArray, shard_dir, states_name
+from .layout import HEAD, MANIFEST, TARGET, IntArray, plan_file, shard_dir, states_name, stats_file
 from .manifest import check_manifest, read_manifest
 from .plan import Plan, read_plan
 from .record import check_file, read_record
@@ -187,15 +187,17 @@ class CacheReader:
             CacheMissing, CacheCorrupt: stats.safetensors is gone or damaged.
         """
         (layer,) = self._wanted_layers([layer_id])
-        self._checked(STATS)
-        sums = read_sums(self.path, self.layer_ids, self.hidden_size)
+        name = stats_file(self.manifest.generation)
+        self._checked(name)
+        sums = read_sums(self.path, self.layer_ids, self.hidden_size, name)
         return channel_rms(sums[layer], self.manifest.num_tokens)
 
     # --- opening ------------------------------------------------------------------------------------------------
 
     def _read_plan(self) -> Plan:
-        self._checked(PLAN)
-        plan = read_plan(self.path)
+        generation = self.manifest.generation
+        self._checked(plan_file(generation))
+        plan = read_plan(self.path, generation)
         check_manifest(self.path, self.manifest, plan)
         return plan
 

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from ..errors import DflashError
 from .durable import commit_dir, explained, fsync_path, make_temporary_dir, remove_stale, write_atomic
 from .head import TargetHead, write_head
-from .layout import LOCK, PLAN, SHARDS, STATS, TARGET, TEMP_PREFIX, shard_dir, shard_name
+from .layout import LOCK, SHARDS, TARGET, TEMP_PREFIX, plan_file, shard_dir, shard_name, stats_file
 from .manifest import Manifest, build_manifest, write_manifest
 from .plan import Plan
 from .record import ShardRecord, digest_file, record_files, write_record
@@ -102,9 +102,10 @@ def replace_manifest(
     stored = [record.shard for record in shards if record.num_rows]
     sums = add_sums([read_sums(shard_dir(cache, shard), layer_ids, hidden) for shard in stored])
     with explained(cache):
-        write_atomic(cache / STATS, sums_bytes(sums))
+        plan_name, stats_name = plan_file(old.generation), stats_file(old.generation)
+        write_atomic(cache / stats_name, sums_bytes(sums))
         files = {f"{TARGET}/{name}": record for name, record in record_files(cache / TARGET).items()}
-        files |= {name: digest_file(cache / name) for name in (PLAN, STATS)}
+        files |= {name: digest_file(cache / name) for name in (plan_name, stats_name)}
         same = shards == old.shards
         parents = old.parents if same else (*old.parents, old.fingerprint)
         manifest = build_manifest(plan, shards, files, old.versions if same else versions, parents)

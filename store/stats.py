@@ -82,14 +82,16 @@ def sums_bytes(sums: dict[int, ChannelSums]) -> bytes:
     return bytes(save(tensors))
 
 
-def read_sums(directory: Path, layer_ids: tuple[int, ...], hidden_size: int) -> dict[int, ChannelSums]:
-    """Read stats.safetensors of a folder.
+def read_sums(
+    directory: Path, layer_ids: tuple[int, ...], hidden_size: int, name: str = STATS
+) -> dict[int, ChannelSums]:
+    """Read the statistics in a folder: a shard's, or a cache's under the name of its generation.
 
     Raises:
         CacheMissing: there is none.
         CacheCorrupt: it is damaged, or not of these layers and this width.
     """
-    path = directory / STATS
+    path = directory / name
     size, most = file_size(path), len(layer_ids) * (2 * 8 * hidden_size + 1024) + 1024
     if size is None:
         raise CacheMissing(f"{path}: missing; the cache is damaged, `dflash cache repair` makes it again")

@@ -1,7 +1,7 @@
 """Writes a cache: plan first, then shard after shard, the manifest last. Whatever interrupts it, it goes on.
 
-A shard is written beside its place, flushed, and renamed: it is there whole or not at all. One writer at a time
-holds CACHE/.lock, which the system releases when the process dies.
+A shard is written beside its place, flushed, and renamed: it is there whole or not at all. Any number of writers with
+the same plan share the work: each claims the shard it works on (claims.py), one at a time begins or finishes.
 
 T tokens, N tokens of a shard, H hidden, K top tokens.
 """
@@ -9,18 +9,32 @@ T tokens, N tokens of a shard, H hidden, K top tokens.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from filelock import FileLock, Timeout
-
-from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, DflashError, TargetError
+from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, TargetError
+from .append import check_extends, short
+from .claims import Claims, exclusive
 from .codecs import check_codec
 from .durable import commit_dir, explained, fsync_path, make_temporary_dir, remove_stale, write_atomic
 from .head import TargetHead, write_head
-from .layout import LOCK, MANIFEST, PLAN, SHARDS, STATS, TARGET, TEMP_PREFIX, shard_dir, shard_name
+from .identity import Identity
+from .layout import (
+    CLAIMS,
+    LOCK,
+    MANIFEST,
+    PLAN,
+    SHARDS,
+    TARGET,
+    TEMP_PREFIX,
+    plan_file,
+    shard_dir,
+    shard_name,
+    stats_file,
+)
 from .manifest import Manifest, build_manifest, check_manifest, read_manifest, write_manifest
 from .plan import Plan, read_plan, write_plan
 from .record import ShardRecord, check_size, digest_file, read_record, record_files, write_record
@@ -28,24 +42,27 @@ from .rows import Row
 from .shard import order_rows, write_shard_files
 from .stats import add_sums, read_sums, sums_bytes
 
+POLL_SECONDS = 0.2
+
 
 class CacheWriter:
-    """The one writer of a cache. Use `create_or_resume`, and as a context manager.
+    """A writer of a cache, alone or beside others. Use `create_or_resume`, and as a context manager.
 
     Attributes:
         path, plan: the cache's folder and its plan.
         replaced_shards: what was wrong with shards of an unfinished cache that were damaged and are missing now.
     """
 
-    def __init__(self, path: Path, plan: Plan, lock: FileLock, versions: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, plan: Plan, versions: Mapping[str, str]) -> None:
         self.path = path
         self.plan = plan
         self.versions = dict(versions)
         self.replaced_shards: dict[int, str] = {}
-        self._lock = lock
+        self._claims = Claims(path)
         self._records: dict[int, ShardRecord] = {}
         self._resumed: tuple[int, ...] = ()
         self._manifest: Manifest | None = None
+        self._extended: Manifest | None = None
 
     @classmethod
     def create_or_resume(
@@ -56,7 +73,7 @@ class CacheWriter:
         target_files: Callable[[Path], None],
         versions: Mapping[str, str],
     ) -> Self:
-        """Start a cache, or go on with one that has the same plan.
+        """Start a cache, go on with one that has the same plan, or join the writers who are at it.
 
         Args:
             path: the cache's folder; made where it does not exist.
@@ -66,7 +83,8 @@ class CacheWriter:
             versions: package versions for the manifest; part of no hash.
 
         Raises:
-            DflashError: another writer holds the lock, the disk is full, or the folder may not be written.
+            DflashError: another process does not let go of the lock, the disk is full, or the folder may not be
+                written.
             CacheMismatch: the folder holds a cache of another plan, or something that is no cache.
             CacheCorrupt: the cache there is complete and damaged.
             ConfigError: the codec does not exist, or the head does not fit the plan.
@@ -80,27 +98,52 @@ class CacheWriter:
         cache = Path(path).absolute()
         _refuse_strangers(cache)
         with explained(cache):
-            cache.mkdir(parents=True, exist_ok=True)
-            writer = cls(cache, plan, _acquire(cache), versions)
-            try:
-                remove_stale(cache, cache / SHARDS)
+            if not cache.is_dir():
+                cache.mkdir(parents=True, exist_ok=True)
+                fsync_path(cache.parent)
+            writer = cls(cache, plan, versions)
+            with exclusive(cache):
+                remove_stale(cache)
                 writer._start_or_match()
                 writer._store_target(head, target_files)
-                writer._find_committed()
-            except BaseException:
-                writer.close()
-                raise
+                writer._take_stock()
+        writer._resumed = tuple(writer._records)
         return writer
 
     @property
     def missing_shards(self) -> list[int]:
-        """Shards still to be written, in order."""
+        """Shards that nobody has committed as far as this writer knows, in order."""
         return [shard for shard in range(self.plan.num_shards) if shard not in self._records]
 
     @property
     def resumed_rows(self) -> int:
         """Rows of the plan whose shards were there when this writer started."""
         return sum(self.plan.shard_rows[shard] for shard in self._resumed)
+
+    def record(self, shard: int) -> ShardRecord:
+        """Return the record of a committed shard."""
+        return self._records[shard]
+
+    def claim_shards(self, on_found: Callable[[int], None] | None = None) -> Iterator[int]:
+        """Yield shards to compute until every shard is committed, by this writer or another.
+
+        A shard is this writer's alone until the next one is asked for. Where all that is left is in other hands, this
+        waits: what a writer that died held is yielded again.
+
+        Args:
+            on_found: told each shard that another writer has committed, once.
+        """
+        while self.missing_shards:
+            idle = True
+            for shard in self.missing_shards:
+                if self._claim(shard, on_found):
+                    idle = False
+                    try:
+                        yield shard
+                    finally:
+                        self._claims.release(shard)
+            if idle and self.missing_shards:
+                time.sleep(POLL_SECONDS)
 
     def write_shard(self, shard: int, rows: Iterable[Row], dropped: Mapping[str, list[str]]) -> None:
         """Write one shard and commit it.
@@ -112,32 +155,49 @@ class CacheWriter:
 
         Raises:
             CacheMismatch: the rows are not those of the plan, or a tensor has another shape, dtype or range.
-            DflashError: the disk is full. Nothing of the shard is left.
+            DflashError: the disk is full, or another writer is writing this shard. Nothing of the shard is left.
         """
-        if shard in self._records:
-            raise CacheMismatch(f"{self.path}: shard {shard} is written already; a shard is written once")
-        ordered = order_rows(self.plan, shard, list(rows), dropped)
-        with explained(self.path):
-            temporary = make_temporary_dir(self.path / SHARDS, shard_name(shard))
-            try:
-                record = write_shard_files(temporary, self.plan, shard, ordered, dropped)
-                write_record(temporary, record)
-                commit_dir(temporary, shard_dir(self.path, shard))
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
-        self._records[shard] = record
+        if shard in self._records or not self._claim(shard):
+            done = shard in self._records
+            raise CacheMismatch(
+                f"{self.path}: shard {shard} is {'written already' if done else 'being written by another process'}; "
+                "a shard is written once"
+            )
+        try:
+            ordered = order_rows(self.plan, shard, list(rows), dropped)
+            with explained(self.path):
+                self._records[shard] = self._commit(shard, ordered, dropped)
+        finally:
+            self._claims.release(shard)
+
+    def _commit(self, shard: int, rows: list[Row], dropped: Mapping[str, list[str]]) -> ShardRecord:
+        temporary = make_temporary_dir(self.path / SHARDS, shard_name(shard))
+        try:
+            record = write_shard_files(temporary, self.plan, shard, rows, dropped)
+            write_record(temporary, record)
+            commit_dir(temporary, shard_dir(self.path, shard))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return record
 
     def finish(self) -> Manifest:
-        """Write the statistics and the manifest, which makes the cache complete.
+        """Write the statistics and the manifest, which makes the cache complete; or read what another writer wrote.
 
         Raises:
             CacheIncomplete: shards are missing.
             TargetError: every row was dropped.
             DflashError: the disk is full.
         """
-        if self._manifest is not None:
-            return self._manifest
+        if self._manifest is None:
+            with explained(self.path), exclusive(self.path):
+                self._take_stock()
+                if self._manifest is None:
+                    self._manifest = self._write_manifest()
+                self._claims.remove()
+        return self._manifest
+
+    def _write_manifest(self) -> Manifest:
         missing = self.missing_shards
         if missing:
             raise CacheIncomplete(f"{self.path}: {len(missing)} of {self.plan.num_shards} shards are not written yet")
@@ -151,18 +211,21 @@ class CacheWriter:
         layer_ids, hidden = self.plan.identity.layer_ids, self.plan.hidden_size
         stored = [record.shard for record in records if record.num_rows]
         sums = add_sums([read_sums(shard_dir(self.path, shard), layer_ids, hidden) for shard in stored])
-        with explained(self.path):
-            write_atomic(self.path / STATS, sums_bytes(sums))
+        generation = self.plan.identity.generation
+        write_atomic(self.path / stats_file(generation), sums_bytes(sums))
+        if self._extended is None:
             files = {f"{TARGET}/{name}": record for name, record in record_files(self.path / TARGET).items()}
-            files |= {name: digest_file(self.path / name) for name in (PLAN, STATS)}
-            manifest = build_manifest(self.plan, records, files, self.versions)
-            write_manifest(self.path, manifest)
-        self._manifest = manifest
+        else:
+            files = {name: file for name, file in self._extended.files.items() if name.startswith(f"{TARGET}/")}
+        parents = self._extended.parents if self._extended else ()
+        files |= {name: digest_file(self.path / name) for name in (plan_file(generation), stats_file(generation))}
+        manifest = build_manifest(self.plan, records, files, self.versions, parents)
+        write_manifest(self.path, manifest)
         return manifest
 
     def close(self) -> None:
-        """Release the lock. A cache that is not finished stays unfinished."""
-        self._lock.release()
+        """Let go of all claims. A cache that is not finished stays unfinished."""
+        self._claims.release_all()
 
     def __enter__(self) -> Self:
         return self
@@ -176,26 +239,59 @@ class CacheWriter:
 
     def _start_or_match(self) -> None:
         """Write the plan, or check that the one there is the same."""
-        if not (self.path / PLAN).exists():
+        generation = self.plan.identity.generation
+        finished = read_manifest(self.path) if (self.path / MANIFEST).exists() else None
+        if finished is None and generation:
+            raise CacheIncomplete(f"{self.path}: not finished, so it cannot be extended: finish it first")
+        if finished is not None and finished.generation == generation - 1:
+            base = read_plan(self.path, finished.generation)
+            check_manifest(self.path, finished, base)
+            check_extends(base, self.plan)
+            self._extended = finished
+            if not (self.path / plan_file(generation)).exists():
+                self._remove_shards_from(base.num_shards)
+        if finished is not None and finished.generation not in (generation, generation - 1):
+            self._refuse_difference(finished.identity)
+        if not (self.path / plan_file(generation)).exists():
             write_plan(self.path, self.plan)
             (self.path / SHARDS).mkdir(exist_ok=True)
             fsync_path(self.path)
             return
-        found = read_plan(self.path)
-        differences = self.plan.identity.differences(found.identity)
-        if differences:
-            name, ours, theirs = differences[0]
-            more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
-            raise CacheMismatch(
-                f"{self.path}: holds a cache of other inputs: {name} is {_short(theirs)} there, {_short(ours)} "
-                f"now{more}; use another --out, or delete that folder"
-            )
+        found = read_plan(self.path, generation)
+        self._refuse_difference(found.identity)
         if found.digest != self.plan.digest:
             raise CacheMismatch(
                 f"{self.path}: holds a cache whose rows differ from the ones planned now, though its inputs are the "
                 "same: another version of transformers tokenizes otherwise; use another --out, or delete that folder"
             )
         self.plan = found  # the same in all that counts; its names are the ones the cache was begun with
+
+    def _refuse_difference(self, found: Identity) -> None:
+        """Refuse to go on in a cache of another identity, naming the first field that differs."""
+        differences = self.plan.identity.differences(found)
+        if not differences:
+            return
+        name, ours, theirs = differences[0]
+        more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
+        remedy = "use another --out, or delete that folder"
+        if self._extended is not None:
+            unfinished = ", ".join(file.name for file in found.corpus[-found.appended[-1] :])
+            remedy = (
+                f"finish the extension by {unfinished} that was begun there, or delete "
+                f"{self.path / plan_file(found.generation)} to give it up"
+            )
+        elif name == "corpus":
+            remedy += "; --append extends a finished cache by new files"
+        raise CacheMismatch(
+            f"{self.path}: holds a cache of other inputs: {name} is {short(theirs)} there, {short(ours)} now{more}; "
+            f"{remedy}"
+        )
+
+    def _remove_shards_from(self, first: int) -> None:
+        """Remove shards of an extension that was given up."""
+        for directory in (self.path / SHARDS).iterdir():
+            if directory.name.isdecimal() and int(directory.name) >= first:
+                shutil.rmtree(directory)
 
     def _store_target(self, head: TargetHead, target_files: Callable[[Path], None]) -> None:
         """Store the target's head, config and tokenizer once."""
@@ -211,27 +307,41 @@ class CacheWriter:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _find_committed(self) -> None:
-        """Take stock of the shards that are there."""
+    def _take_stock(self) -> None:
+        """Find the shards that are there."""
         (self.path / SHARDS).mkdir(exist_ok=True)
-        if (self.path / MANIFEST).exists():
-            manifest = read_manifest(self.path)
-            check_manifest(self.path, manifest, self.plan)
-            for record in manifest.shards:
+        finished = read_manifest(self.path) if (self.path / MANIFEST).exists() else None
+        if finished is not None:
+            if finished.generation == self.plan.identity.generation:
+                check_manifest(self.path, finished, self.plan)
+                self._manifest = finished
+            for record in finished.shards:
                 for name, file in record.files.items():
                     check_size(shard_dir(self.path, record.shard), name, file)
-            self._records = {record.shard: record for record in manifest.shards}
-            self._manifest = manifest
-        else:
-            for shard in range(self.plan.num_shards):
-                self._take_committed(shard)
-        self._resumed = tuple(self._records)
+            self._records |= {record.shard: record for record in finished.shards}
+        for shard in self.missing_shards:
+            self._take_committed(shard)
 
-    def _take_committed(self, shard: int) -> None:
-        """Take a committed shard of an unfinished cache, or remove it where it is damaged: it is computed again."""
+    def _claim(self, shard: int, on_found: Callable[[int], None] | None = None) -> bool:
+        """Claim a shard that is not committed, and clear its place of what is left of earlier attempts."""
+        with explained(self.path):
+            if not self._claims.take(shard):
+                return False
+            if not self._take_committed(shard):
+                remove_stale(self.path / SHARDS, shard_name(shard))
+                if shard_dir(self.path, shard).exists():
+                    shutil.rmtree(shard_dir(self.path, shard))
+                return True
+        self._claims.release(shard)
+        if on_found is not None:
+            on_found(shard)
+        return False
+
+    def _take_committed(self, shard: int) -> bool:
+        """Take the record of a committed shard; False where it is not there, or damaged: it is computed again."""
         directory = shard_dir(self.path, shard)
         if not directory.exists():
-            return
+            return False
         try:
             record = read_record(directory, self.plan.identity.layer_ids)
             if record.shard != shard:
@@ -240,22 +350,9 @@ class CacheWriter:
                 check_size(directory, name, file)
         except (CacheCorrupt, CacheMissing) as error:
             self.replaced_shards[shard] = str(error)
-            shutil.rmtree(directory)
-            return
+            return False
         self._records[shard] = record
-
-
-def _acquire(cache: Path) -> FileLock:
-    """Take the cache's lock at once or refuse. The system frees it when its holder dies, however it dies."""
-    lock = FileLock(str(cache / LOCK))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise DflashError(
-            f"{cache}: another extraction is writing this cache right now (it holds {cache / LOCK}); "
-            "wait for it, or use another --out"
-        ) from None
-    return lock
+        return True
 
 
 def _refuse_strangers(cache: Path) -> None:
@@ -264,14 +361,9 @@ def _refuse_strangers(cache: Path) -> None:
         return
     if not cache.is_dir():
         raise CacheMismatch(f"{cache}: is a file; the cache needs a folder of its own, use another --out")
-    ours = {LOCK, SHARDS, TARGET}
+    ours = {LOCK, CLAIMS, SHARDS, TARGET}
     strangers = sorted(
         path.name for path in cache.iterdir() if path.name not in ours and not path.name.startswith(TEMP_PREFIX)
     )
     if strangers:
         raise CacheMismatch(f"{cache}: holds {strangers[0]!r} and no cache; use an empty or new folder as --out")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

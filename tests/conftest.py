@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("dflash", deadline=None)  # tests never assert a time: the machine may be busy
+settings.load_profile("dflash")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -30,6 +33,11 @@ T_SIZES = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How hard the kill test is."""
+    parser.addoption("--kills", type=int, default=3, help="kills of the kill test (make kill-test: 20)")
 
 
 def training_text() -> list[str]:

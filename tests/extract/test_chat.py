@@ -136,9 +136,12 @@ def test_a_reply_that_melts_into_its_header_is_refused_not_shifted(tokenizer: An
 
 
 def test_a_template_that_fails_is_a_problem_of_the_row(tokenizer: Any) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    strict = (
+        "{% for m in messages %}{{ raise_exception('no calls\nplease') if m.tool_calls else m.content }}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     with pytest.raises(RowProblem, match="the chat template cannot render it") as caught:
-        encode(tokenizer, None, [{"role": "user", "content": "call f"}, call])
+        encode(tokenizer, strict, [{"role": "user", "content": "call f"}, call])
     assert caught.value.detail
     assert "\n" not in caught.value.detail
 

@@ -11,9 +11,11 @@ import pytest
 
 from dflash_pipeline.errors import CorpusError
 from dflash_pipeline.extract.corpus import CorpusRows, read_corpus
+from dflash_pipeline.extract.sources import open_sources
 
 USER, REPLY = {"role": "user", "content": "why"}, {"role": "assistant", "content": "because it is"}
 GOOD: dict[str, Any] = {"messages": [USER, REPLY]}
+CALL = {"role": "assistant", "content": None}
 IDS: dict[str, Any] = {"prompt_ids": [5, 6, 7], "completion_ids": [8, 9, 10, 2]}
 
 
@@ -24,7 +26,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 def read(paths: Path | list[Path], tokenizer: Any, **changes: Any) -> CorpusRows:
     files = paths if isinstance(paths, list) else [paths]
-    return read_corpus(files, tokenizer, **{"vocab_size": 1024, **changes})
+    return read_corpus(open_sources(files), tokenizer, **{"vocab_size": 1024, **changes})
 
 
 def content(rows: CorpusRows) -> list[tuple[list[int], list[bool], int]]:
@@ -91,7 +93,33 @@ def test_multi_turn_rows_have_one_run_per_reply(tmp_path: Path, tokenizer: Any) 
         (None, "not a JSON object"),
         ("text", "not a JSON object"),
         ({}, "no known fields"),
-        ({"text": "plain"}, "no known fields"),
+        ({"body": "plain"}, "no known fields"),
+        ({"messages": None, "text": None}, "no known fields"),
+        ({"text": " "}, "empty text"),
+        ({"text": ["plain"]}, "text is not text"),
+        ({"input_ids": []}, "empty text"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask is not a list of 0 and 1"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}, "loss_mask is not a list of 0 and 1"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}, "reply too short"),
+        ({"loss_mask": [0, 1]}, "loss_mask without input_ids"),
+        ({"conversations": "hello"}, "messages is not a list"),
+        (
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "narrator", "value": "y"}]},
+            "an unknown speaker",
+        ),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "the assistant speaks first"),
+        ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt"}]}, "empty reply"),
+        ({"messages": [USER, {**CALL, "tool_calls": "f"}]}, "tool_calls is not a list"),
+        ({"messages": [USER, {**CALL, "tool_calls": ["f"]}]}, "a tool call is no object"),
+        ({"messages": [USER, {**CALL, "tool_calls": [{}]}]}, "a tool call without a function's name"),
+        (
+            {"messages": [USER, {**CALL, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "a tool call is not JSON",
+        ),
+        (
+            {"messages": [USER, {**CALL, "tool_calls": [{"name": "f", "arguments": "5"}]}]},
+            "a tool call's arguments are no object",
+        ),
         ({"messages": []}, "no assistant reply"),
         ({"messages": {"role": "user"}}, "messages is not a list"),
         ({"messages": ["hello"]}, "a message without a role"),
@@ -105,7 +133,8 @@ def test_multi_turn_rows_have_one_run_per_reply(tmp_path: Path, tokenizer: Any) 
             {"messages": [USER, {"role": "assistant", "content": 5}]},
             "the chat template cannot render it",
         ),
-        ({"messages": [{"role": "user"}, REPLY]}, "the chat template cannot render it"),
+        ({"messages": [{"role": "user"}, REPLY]}, "a message without content"),
+        ({"messages": [{"role": "user", "content": None}, REPLY]}, "a message without content"),
         ({"prompt": "why"}, "no completion"),
         ({"completion": "why"}, "no prompt"),
         ({"prompt": "why", "completion": " \n"}, "empty reply"),
@@ -126,7 +155,10 @@ def test_an_unusable_row_is_skipped_with_its_line(tmp_path: Path, tokenizer: Any
     path = write(tmp_path / "rows.jsonl", GOOD, bad, IDS)
     found = read(path, tokenizer)
     assert len(found.rows) == 2
-    assert found.skipped == {reason: 1}
+    (said,) = found.skipped
+    assert found.skipped == {said: 1}
+    assert found.skipped_places == {said: ["rows.jsonl:2"]}
+    assert said.startswith(reason)
     assert [(skip.file, skip.line) for skip in found.skips] == [("rows.jsonl", 2)]
     assert found.notices() == [line for line in found.notices() if "rows.jsonl:2" in line and "\n" not in line]
     with pytest.raises(CorpusError, match=f"rows.jsonl:2: {reason}"):
@@ -161,14 +193,16 @@ def test_files_that_cannot_be_a_corpus_are_refused(tmp_path: Path, tokenizer: An
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "blank.jsonl").write_bytes(b"\n \r\n")
     (tmp_path / "rows.jsonl.gz").write_bytes(b"x")
+    (tmp_path / "rows.csv").write_bytes(b"x")
     write(tmp_path / "bad.jsonl", [], {})
     good = write(tmp_path / "good.jsonl", GOOD)
     for name, message in (
         ("empty.jsonl", "the file is empty"),
-        ("blank.jsonl", "only blank lines"),
-        ("rows.jsonl.gz", "only plain JSON lines"),
+        ("blank.jsonl", "there are no rows in it"),
+        ("rows.jsonl.gz", "not a whole gzip file, after line 0"),
+        ("rows.csv", "csv files are not read"),
         ("nowhere.jsonl", "no such corpus file"),
-        (".", "this is a folder"),
+        (".", "no dataset written by save_to_disk"),
         ("bad.jsonl", "no usable row: none of the 2 rows is usable; skipped 1 rows: not a JSON object"),
     ):
         with pytest.raises(CorpusError, match=message) as caught:
@@ -233,3 +267,50 @@ def test_the_files_are_recorded_with_their_content(tmp_path: Path, tokenizer: An
     file = read(path, tokenizer).files[0]
     data = path.read_bytes()
     assert (file.name, file.sha256, file.num_bytes) == ("a.jsonl", hashlib.sha256(data).hexdigest(), len(data))
+
+
+def test_repeated_rows_are_counted_whatever_form_they_come_in(tmp_path: Path, tokenizer: Any) -> None:
+    text = {"prompt": "why", "completion": "because it is"}
+    found = read(write(tmp_path / "a.jsonl", GOOD, IDS, text, {**GOOD, "id": "again"}, {**IDS, "id": 5}), tokenizer)
+    assert len(found.rows) == 5
+    assert found.num_duplicates == 3
+    assert any("3 rows repeat an earlier row" in line for line in found.notices())
+    other = read(write(tmp_path / "b.jsonl", {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, IDS), tokenizer)
+    assert other.num_duplicates == 0
+
+
+def test_text_is_learned_from_but_for_its_first_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    text = "def unite(left, right): return left + right  # and many more words that a tokenizer takes apart"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = read(write(tmp_path / "a.jsonl", {"text": text}, {"input_ids": ids}, {"text": "a b c d"}), tokenizer)
+    assert content(found)[0] == (ids, [False] * 16 + [True] * (len(ids) - 16), 16)
+    assert content(found)[1] == content(found)[0]
+    short = found.rows[2]
+    assert (short.num_prompt_tokens, short.num_tokens) == (
+        short.num_tokens // 2,
+        len(tokenizer("a b c d")["input_ids"]),
+    )
+
+
+def test_text_has_one_beginning(tmp_path: Path, tokenizer: Any) -> None:
+    from tokenizers import processors
+
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    start = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)]
+    )
+    path = write(tmp_path / "a.jsonl", {"text": "one two three"}, {"text": "<|endoftext|>one two three"})
+    first, second = content(read(path, tokenizer))
+    assert first[0][0] == start
+    assert start not in first[0][1:]
+    assert first == second
+
+
+def test_ids_with_a_mask_are_taken_as_they_are(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 0, 0]}
+    learned = {"input_ids": [5, 6, 7, 8], "loss_mask": [True] * 4}
+    assert content(read(write(tmp_path / "a.jsonl", row, learned), tokenizer)) == [
+        ([5, 6, 7, 8], [False, False, True, True], 2),
+        ([5, 6, 7, 8], [False, False, True, True], 2),
+    ]

@@ -22,6 +22,7 @@ from dflash_pipeline.cli import main
 from dflash_pipeline.errors import CacheMismatch, ConfigError, CorpusError, DflashError
 from dflash_pipeline.extract.corpus import read_corpus
 from dflash_pipeline.extract.generate import GenerateConfig, run_generate
+from dflash_pipeline.extract.sources import open_sources
 
 _spec = importlib.util.spec_from_file_location("dflash_test_serving", Path(__file__).parent / "serving.py")
 assert _spec is not None
@@ -125,7 +126,7 @@ def test_a_server_without_token_ids_gives_text_rows(start: Start, tmp_path: Path
     assert result["new_token_id_rows"] == 0
     assert run_generate(config, lambda _: None)["resumed_rows"] == 2
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
-    assert len(read_corpus([config.out], tokenizer, vocab_size=1024, strict=True).rows) == 2
+    assert len(read_corpus(open_sources([config.out]), tokenizer, vocab_size=1024, strict=True).rows) == 2
 
 
 def test_prompts_of_token_ids_are_asked_as_they_are(start: Start, tmp_path: Path) -> None:

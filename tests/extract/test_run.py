@@ -21,7 +21,8 @@ from dflash_pipeline.target import Target, TargetConfig, load_target
 Settings = Callable[..., ExtractConfig]
 KEYS = {
     "cache", "rows", "tokens", "resumed_rows", "skipped", "seconds", "tokens_per_second", "state_bytes",
-    "raw_state_bytes", "identity", "fingerprint", "dropped", "estimated_bytes", "notices",
+    "raw_state_bytes", "identity", "fingerprint", "dropped", "estimated_bytes", "notices", "duplicates",
+    "skipped_places",
 }  # fmt: skip
 
 

@@ -222,6 +222,6 @@ def in_another_process(function: Callable[..., object], *arguments: object, kill
     if kill_after is not None:
         time.sleep(kill_after)
         process.kill()
-    process.join(60)
+    process.join(600)
     assert process.exitcode is not None
     return process.exitcode

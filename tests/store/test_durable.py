@@ -41,8 +41,18 @@ def test_only_what_a_writer_left_is_stale(tmp_path: Path) -> None:
     make_temporary_dir(tmp_path, "x")
     (tmp_path / ".tmp-file").write_bytes(b"")
     (tmp_path / "kept").mkdir()
-    remove_stale(tmp_path, tmp_path / "nowhere")
+    remove_stale(tmp_path)
+    remove_stale(tmp_path / "nowhere")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_what_another_writer_is_writing_is_not_stale(tmp_path: Path) -> None:
+    mine, other = make_temporary_dir(tmp_path, "00001"), make_temporary_dir(tmp_path, "00010")
+    longer = make_temporary_dir(tmp_path, "000012")
+    remove_stale(tmp_path, "00001")
+    assert not mine.exists()
+    assert other.is_dir()
+    assert longer.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from dflash_pipeline.errors import ConfigError
-from dflash_pipeline.store import CorpusFile
+from dflash_pipeline.errors import CacheCorrupt, ConfigError
+from dflash_pipeline.store import CorpusFile, Identity
+from dflash_pipeline.store.identity import parse_identity
+from dflash_pipeline.store.jsonfile import canonical_bytes, parse_json
 
 OTHER = CorpusFile(name="rows.jsonl", sha256="1" * 64, num_bytes=123)
 HASHED: dict[str, Any] = {
@@ -66,8 +69,36 @@ def test_names_do_not_change_the_identity(synthetic: ModuleType) -> None:
         ("corpus", (CorpusFile(name="x", sha256="short", num_bytes=1),)),
         ("batch_tokens", 0),
         ("limit_rows", 0),
+        ("appended", (1,)),
+        ("appended", (0,)),
     ],
 )
 def test_an_impossible_identity_is_refused(synthetic: ModuleType, field: str, value: object) -> None:
     with pytest.raises(ConfigError):
         synthetic.identity(**{field: value})
+
+
+def test_an_extended_cache_has_another_identity_and_only_it_says_so(synthetic: ModuleType) -> None:
+    plain = synthetic.identity()
+    both = synthetic.identity(corpus=(*plain.corpus, OTHER))
+    extended = synthetic.identity(corpus=(*plain.corpus, OTHER), appended=(1,))
+    assert "appended" not in plain.fields()
+    assert "appended" not in both.fields()
+    assert extended.fields()["appended"] == [1]
+    assert extended.digest != both.digest
+    assert both.differences(extended) == [("appended", None, [1])]
+    assert extended.differences(both) == [("appended", [1], None)]
+    assert (plain.generation, extended.generation) == (0, 1)
+    assert (plain.part_files, both.part_files, extended.part_files) == ((1,), (2,), (1, 1))
+
+
+def test_an_empty_list_of_extensions_is_not_the_absence_of_one(synthetic: ModuleType, tmp_path: Path) -> None:
+    def read(fields: dict[str, Any]) -> Identity:
+        return parse_identity(parse_json(canonical_bytes(fields) + b"\n", tmp_path / "plan.json"))
+
+    extended = synthetic.identity(corpus=(*synthetic.identity().corpus, OTHER), appended=(1,))
+    assert read(extended.fields()) == extended
+    assert read(synthetic.identity().fields()) == synthetic.identity()
+    for value in ([], [0], [2], ["1"], 1):
+        with pytest.raises(CacheCorrupt):
+            read({**extended.fields(), "appended": value})

@@ -70,28 +70,6 @@ def test_a_killed_writer_goes_on_to_the_same_bytes(
     assert not list(path.rglob(".tmp-*"))
 
 
-def test_a_second_writer_leaves_with_a_clear_message(synthetic: ModuleType, tmp_path: Path) -> None:
-    plan, _ = synthetic.make_plan(synthetic.make_rows(), synthetic.identity())
-    with (
-        synthetic.open_writer(tmp_path / "c", plan),
-        pytest.raises(DflashError, match="another extraction is writing this cache") as refusal,
-    ):
-        synthetic.open_writer(tmp_path / "c", plan)
-    assert "\n" not in str(refusal.value)
-    synthetic.open_writer(tmp_path / "c", plan).close()
-
-
-def test_a_second_process_is_refused_too(synthetic: ModuleType, tmp_path: Path) -> None:
-    plan, _ = synthetic.make_plan(synthetic.make_rows(), synthetic.identity())
-
-    def second_writer() -> None:
-        with pytest.raises(DflashError, match="another extraction is writing this cache"):
-            synthetic.open_writer(tmp_path / "c", plan)
-
-    with synthetic.open_writer(tmp_path / "c", plan):
-        assert synthetic.in_another_process(second_writer) == 0
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_length", 99), ("attention", "eager"), ("layer_ids", (1, 5)), ("dtype", "float32"), ("template_hash", "x")],
