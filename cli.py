@@ -20,6 +20,19 @@ EXISTING = click.Path(exists=True, path_type=Path)
 ANY_PATH = click.Path(path_type=Path)
 
 
+class CachePlace(click.ParamType):
+    """A cache: an existing folder, or a URL, which is looked at when it is opened."""
+
+    name = "cache"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a Path, or the URL as it is."""
+        return value if isinstance(value, str) and "://" in value else EXISTING.convert(value, param, ctx)
+
+
+CACHE = CachePlace()
+
+
 class OneLineErrors(click.Group):
     """Prints a `DflashError` as one line and exits with 1; with --debug the traceback stays."""
 
@@ -136,7 +149,7 @@ def extract(as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@click.option("--cache", type=EXISTING, help="A finished cache.")
+@click.option("--cache", type=CACHE, help="A finished cache.")
 @click.option("--out", type=ANY_PATH, help="Folder of the run; an interrupted run is resumed.")
 @click.option("--recipe", default="default", show_default=True, help="Name of a recipe, or a TOML file.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe.")
@@ -150,7 +163,7 @@ def extract(as_json: bool, **options: Any) -> None:
 @click.option("--device", default="auto", show_default=True)
 @json_option
 def train(
-    cache: Path | None,
+    cache: Path | str | None,
     out: Path | None,
     recipe: str,
     overrides: tuple[str, ...],
@@ -181,11 +194,11 @@ def train(
 
 @main.command()
 @click.option("--drafter", type=EXISTING, required=True, help="A run, or a drafter in z-lab's layout.")
-@click.option("--cache", type=EXISTING, help="Offline: the cache to walk.")
+@click.option("--cache", type=CACHE, help="Offline: the cache to walk.")
 @click.option(
     "--split", type=click.Choice(["heldout", "train", "all"]), help="[default: heldout on the run's own cache]"
 )
-@click.option("--baseline-cache", type=EXISTING, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
+@click.option("--baseline-cache", type=CACHE, help="Whose training rows the n-gram is fitted on.  [default: CACHE]")
 @click.option("--against", type=EXISTING, help="Another drafter, compared on the same rows and anchors.")
 @click.option(
     "--sources", type=EXISTING, multiple=True, help="Corpus file whose rows name their source; may be repeated."
@@ -250,9 +263,9 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("path", type=EXISTING, metavar="CACHE")
+@click.argument("path", type=CACHE, metavar="CACHE")
 @json_option
-def info(path: Path, as_json: bool) -> None:
+def info(path: Path | str, as_json: bool) -> None:
     """Show what a cache holds."""
     from .store.integrity import describe
     from .store.render import render_description
@@ -261,10 +274,10 @@ def info(path: Path, as_json: bool) -> None:
 
 
 @cache.command()
-@click.argument("path", type=EXISTING, metavar="CACHE")
+@click.argument("path", type=CACHE, metavar="CACHE")
 @click.option("--num-workers", type=click.IntRange(min=1), help="Files read at once.  [default: one per processor]")
 @json_option
-def verify(path: Path, num_workers: int | None, as_json: bool) -> None:
+def verify(path: Path | str, num_workers: int | None, as_json: bool) -> None:
     """Check every file of a cache against its recorded digest."""
     from .store.integrity import verify as verify_cache
     from .store.progress import byte_bar
@@ -293,16 +306,28 @@ def repair(path: Path, as_json: bool, **options: Any) -> None:
 
 
 @cache.command()
-@click.argument("first", type=EXISTING, metavar="A")
-@click.argument("second", type=EXISTING, metavar="B")
+@click.argument("first", type=CACHE, metavar="A")
+@click.argument("second", type=CACHE, metavar="B")
 @json_option
-def diff(first: Path, second: Path, as_json: bool) -> None:
+def diff(first: Path | str, second: Path | str, as_json: bool) -> None:
     """Compare two caches of the same rows, layer by layer."""
     from .store.diff import diff_caches
     from .store.progress import byte_bar
     from .store.render import render_difference
 
     finish(diff_caches(first, second, bar=byte_bar), as_json, render_difference)
+
+
+@cache.command()
+@click.argument("path", type=EXISTING, metavar="CACHE")
+@click.argument("url")
+@json_option
+def publish(path: Path, url: str, as_json: bool) -> None:
+    """Copy a finished cache under a URL: s3://bucket/prefix, gs://bucket/prefix. Run again, it goes on."""
+    from .store.progress import byte_bar
+    from .store.publish import publish_cache
+
+    finish(publish_cache(path, url, bar=byte_bar), as_json)
 
 
 @main.command()

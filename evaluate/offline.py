@@ -49,9 +49,9 @@ class EvaluateConfig:
     """
 
     drafter: Path
-    cache: Path
+    cache: Path | str
     split: str | None = None
-    baseline_cache: Path | None = None
+    baseline_cache: Path | str | None = None
     against: Path | None = None
     diagnose: bool = False
     sources: tuple[Path, ...] = ()

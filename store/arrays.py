@@ -91,6 +91,13 @@ class ShardArrays:
         path, size = safe_join(self.directory, file), self._recorded(file).num_bytes
         return read_runs(path, size, spec.shape, spec.dtype, spec.pipeline(self.codec), runs)
 
+    def files(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the files that reading these arrays takes, with their recorded sizes."""
+        files = [
+            file for name in names for file in (f"{name}/zarr.json", chunk_file(name, len(self.schema[name].shape)))
+        ]
+        return {file: self._recorded(file).num_bytes for file in files}
+
     def chunk_runs(self, name: str, ranges: Sequence[Run]) -> list[Run]:
         """Return the fewest runs of whole inner chunks that cover sorted ranges, so that no chunk is decoded twice."""
         spec = self.schema[name]

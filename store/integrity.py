@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DflashError
-from .layout import ITEM_BYTES, RECORD, shard_dir
+from .layout import ITEM_BYTES, MANIFEST, RECORD, shard_dir, shard_file
 from .manifest import Manifest, check_manifest, read_manifest
 from .plan import read_plan
 from .progress import Bar, no_bar
 from .record import FileRecord, ShardRecord, check_file, read_record
+from .source import Folder, Mirror, open_source
 
 MAX_WORKERS = 16
 
@@ -35,7 +36,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
     Files are read in parallel by threads: hashing and reading both leave the interpreter lock.
 
     Args:
-        path: the cache.
+        path: the cache's folder or URL; of a bucket every file is fetched, and kept within the bound of source.py.
         num_workers: threads; by default one per processor, at most 16.
         bar: where to show progress.
 
@@ -47,11 +48,12 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
         CacheMissing, CacheIncomplete, CacheCorrupt: there is no complete cache whose manifest can be trusted.
         ConfigError: num_workers is below 1.
     """
-    cache = Path(path).absolute()
     if num_workers is not None and num_workers < 1:
         raise ConfigError(f"num_workers {num_workers}: expected at least 1")
-    manifest = read_manifest(cache)
-    checks = _checks(cache, manifest)
+    source = open_source(path)
+    source.fetch_json(MANIFEST)
+    manifest = read_manifest(source.root)
+    checks = _checks(source, manifest)
     bad_shards: set[int] = set()
     bad_files, problems = [], []
     with (
@@ -68,7 +70,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
             else:
                 bad_shards.add(check.shard)
     if not bad_files:
-        check_manifest(cache, manifest, read_plan(cache, manifest.generation))
+        check_manifest(source.root, manifest, read_plan(source.root, manifest.generation))
     return {
         "ok": not problems,
         "bad_shards": sorted(bad_shards),
@@ -88,15 +90,16 @@ def describe(path: Path | str) -> dict[str, Any]:
     Raises:
         CacheMissing, CacheIncomplete, CacheCorrupt: as `read_manifest`.
     """
-    cache = Path(path).absolute()
-    manifest = read_manifest(cache)
+    source = open_source(path)
+    source.fetch_json(MANIFEST)
+    manifest = read_manifest(source.root)
     fields = manifest.fields()
     identity = fields.pop("identity")
     for key in ("shards", "files", "identity_digest"):
         del fields[key]
     num_values = manifest.raw_state_bytes // ITEM_BYTES[manifest.identity.dtype]
     return {
-        "cache": str(cache),
+        "cache": str(source.place),
         "identity": manifest.identity_digest,
         **fields,
         "shards": manifest.num_shards,
@@ -107,22 +110,33 @@ def describe(path: Path | str) -> dict[str, Any]:
     }
 
 
-def _checks(cache: Path, manifest: Manifest) -> list[_Check]:
+def _checks(source: Folder | Mirror, manifest: Manifest) -> list[_Check]:
     """Return a check per file, and one per shard that its record is the one in the manifest."""
-    checks = [_file_check(None, cache, name, record) for name, record in manifest.files.items()]
+    checks = [_file_check(source, None, name, record) for name, record in manifest.files.items()]
     for record in manifest.shards:
-        directory = shard_dir(cache, record.shard)
-        checks.append(_record_check(directory, record, manifest.identity.layer_ids))
-        checks += [_file_check(record.shard, directory, name, file) for name, file in record.files.items()]
+        checks.append(_record_check(source, record, manifest.identity.layer_ids))
+        checks += [_file_check(source, record.shard, name, file) for name, file in record.files.items()]
     return checks
 
 
-def _file_check(shard: int | None, root: Path, name: str, record: FileRecord) -> _Check:
-    return _Check(shard, name, record.num_bytes, lambda: check_file(root, name, record))
+def _file_check(source: Folder | Mirror, shard: int | None, name: str, record: FileRecord) -> _Check:
+    root = source.root if shard is None else shard_dir(source.root, shard)
+
+    def run() -> None:
+        with source.holding(shard):
+            source.fetch({name if shard is None else shard_file(shard, name): record.num_bytes})
+            check_file(root, name, record)
+
+    return _Check(shard, name, record.num_bytes, run)
 
 
-def _record_check(directory: Path, record: ShardRecord, layer_ids: tuple[int, ...]) -> _Check:
-    return _Check(record.shard, RECORD, 0, lambda: read_record(directory, layer_ids, expected=record))
+def _record_check(source: Folder | Mirror, record: ShardRecord, layer_ids: tuple[int, ...]) -> _Check:
+    def run() -> None:
+        with source.holding(record.shard):
+            source.fetch_json(shard_file(record.shard, RECORD))
+            read_record(shard_dir(source.root, record.shard), layer_ids, expected=record)
+
+    return _Check(record.shard, RECORD, 0, run)
 
 
 def _problem(check: _Check) -> str | None:

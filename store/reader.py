@@ -21,33 +21,39 @@ from .codecs import CODECS
 from .decode import Array, Run
 from .head import TargetHead, read_head
 from .jsonfile import parse_json, read_bytes
-from .layout import HEAD, MANIFEST, TARGET, IntArray, plan_file, shard_dir, states_name, stats_file
+from .layout import HEAD, MANIFEST, RECORD, TARGET, IntArray, plan_file, shard_dir, shard_file, states_name, stats_file
 from .manifest import check_manifest, read_manifest
 from .plan import Plan, read_plan
 from .record import check_file, read_record
 from .rows import TORCH_DTYPES, Row, as_states
+from .source import Folder, Mirror, open_source
 from .stats import channel_rms, read_sums
 
 
 def open_cache(path: Path | str) -> CacheReader:
     """Open a complete cache for reading. Writes nothing, and works on a read-only folder.
 
+    Args:
+        path: the cache's folder, or its URL: s3://bucket/prefix, gs://bucket/prefix, file:///folder. Files of a bucket
+            are fetched when they are needed, into a temporary folder of bounded size (source.py).
+
     Raises:
         CacheMissing: there is no cache, or a file of it is gone.
         CacheIncomplete: its extraction has not finished; the message says how far it is and how to go on.
         CacheCorrupt: manifest or plan are damaged or do not agree.
-        ConfigError: it is of another version of the format.
+        ConfigError: it is of another version of the format; a URL of another scheme, or without the extra `buckets`.
     """
-    return CacheReader(Path(path))
+    return CacheReader(open_source(path))
 
 
 class CacheReader:
     """A complete cache. Rows have indices 0..R-1 in the order of the shards; open it with `open_cache`.
 
-    Picklable: a copy in another process opens the folder again and checks that it is the same cache.
+    Picklable: a copy in another process opens the place again and checks that it is the same cache.
 
     Attributes:
-        path: the cache's folder.
+        path: the cache's folder; of a bucket, the folder of what has been fetched.
+        place: the folder, or the bucket's URL.
         manifest: its manifest.
         layer_ids, hidden_size, vocab_size, dtype, top_k: what is stored.
         identity, fingerprint: hexadecimal digests of what went in and of what came out.
@@ -56,8 +62,11 @@ class CacheReader:
         prompt_hash: [R] uint64.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+    def __init__(self, source: Folder | Mirror) -> None:
+        self._source = source
+        self.path = source.root
+        self.place = source.place
+        source.fetch_json(MANIFEST)
         self.manifest = read_manifest(self.path)
         plan = self._read_plan()
         identity = self.manifest.identity
@@ -75,7 +84,7 @@ class CacheReader:
         self._arrays: dict[int, ShardArrays] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self.fingerprint)
+        return _reopen, (self.place, self.fingerprint)
 
     def read_row(
         self, index: int, *, layer_ids: Sequence[int] | None = None, top_k: bool = True, final: bool = False
@@ -131,10 +140,12 @@ class CacheReader:
             return []
         names = ["tokens", "loss_mask", *map(states_name, layers)]
         names += ["top_ids", "top_logprobs"] * top_k + ["final"] * final
-        arrays = self._shard_arrays(shard)
         starts = self._offsets - self._offsets[first]
         ranges = [(int(starts[row]), int(starts[row + 1])) for row in wanted]
-        columns = {name: self._read_ranges(arrays, name, ranges) for name in names}
+        with self._source.holding(shard):
+            arrays = self._shard_arrays(shard)
+            self._source.fetch({shard_file(shard, name): size for name, size in arrays.files(names).items()})
+            columns = {name: self._read_ranges(arrays, name, ranges) for name in names}
         return [
             self._row(row, {name: columns[name][place] for name in names}, layers) for place, row in enumerate(wanted)
         ]
@@ -173,6 +184,7 @@ class CacheReader:
         """Return the path of a file outside the shards after checking its size and digest."""
         if name not in self.manifest.files:
             raise CacheCorrupt(f"{self.path / MANIFEST}: files: expected a record of {name}, found none")
+        self._source.fetch({name: self.manifest.files[name].num_bytes})
         return check_file(self.path, name, self.manifest.files[name])
 
     def channel_stats(self, layer_id: int) -> dict[str, float]:
@@ -230,6 +242,7 @@ class CacheReader:
         if arrays is None:
             record = self.manifest.shards[shard]
             directory = shard_dir(self.path, shard)
+            self._source.fetch_json(shard_file(shard, RECORD))
             read_record(directory, self.layer_ids, expected=record)
             first, last = int(self._shard_rows[shard]), int(self._shard_rows[shard + 1])
             id_bytes = sum(len(name.encode()) for name in self.row_ids[first:last])
@@ -269,7 +282,7 @@ class CacheReader:
         )
 
 
-def _reopen(path: Path, fingerprint: str) -> CacheReader:
+def _reopen(path: Path | str, fingerprint: str) -> CacheReader:
     reader = open_cache(path)
     if reader.fingerprint != fingerprint:
         raise CacheMismatch(f"{path}: another cache is there now (fingerprint {reader.fingerprint}, was {fingerprint})")

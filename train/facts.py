@@ -20,7 +20,7 @@ from .run_folder import RunFolder
 from .sampling import RowTable
 
 
-def printed_config(recipe: Recipe, cache: Path | None, device: str) -> dict[str, Any]:
+def printed_config(recipe: Recipe, cache: Path | str | None, device: str) -> dict[str, Any]:
     """Return what --print-config shows: the recipe, or all that a run would save where a cache is given."""
     if cache is None:
         return dataclasses.asdict(recipe)

@@ -37,7 +37,7 @@ from .trainer import Trainer
 class TrainOptions:
     """One call of `dflash train`: where to read and write, and how; what is trained is the recipe's."""
 
-    cache: Path
+    cache: Path | str
     out: Path
     recipe: Recipe
     num_workers: int = 1

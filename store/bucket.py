@@ -1,0 +1,125 @@
+"""Object storage: the files of a cache under a URL, s3://bucket/prefix, gs://bucket/prefix or file:///folder.
+
+obstore moves the bytes (docs/log.md says why it and not fsspec); it comes with the extra `buckets`. Credentials,
+region and endpoint are those its variables name, the same that the provider's own tools read: AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ... An object appears whole or not at all: that is each put's promise.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import CacheCorrupt, CacheMissing, ConfigError, DflashError
+from .layout import TEMP_PREFIX
+
+SCHEMES = ("s3", "gs", "file")
+STREAM_BYTES = 2**22
+
+
+def is_url(place: object) -> bool:
+    """Tell whether a cache's place is a URL and not a folder."""
+    return isinstance(place, str) and "://" in place
+
+
+class Bucket:
+    """The objects under one URL, by their path below it.
+
+    Raises:
+        ConfigError: the scheme is not one of SCHEMES, the extra is not installed, or a variable of the provider is not
+            valid.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        if self.url.partition("://")[0] not in SCHEMES:
+            raise ConfigError(f"{url}: expected a folder, or a URL that begins with {', '.join(SCHEMES)} and ://")
+        try:
+            import obstore  # noqa: PLC0415 - an extra
+            from obstore.store import from_url  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(f"{url}: buckets need an extra: pip install 'dflash-pipeline[buckets]'") from error
+        self._obstore: Any = obstore
+        try:
+            self._store: Any = from_url(self.url, **({"mkdir": True} if self.url.startswith("file:") else {}))
+        except (obstore.exceptions.BaseError, ValueError) as error:
+            raise ConfigError(f"{url}: {_first_line(error)}") from error
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object in bytes, or None where there is none."""
+        try:
+            with self._explained(name):
+                return int(self._obstore.head(self._store, name)["size"])
+        except CacheMissing:
+            return None
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return path and size of every object below a prefix."""
+        with self._explained(prefix):
+            batches = self._obstore.list(self._store, prefix=prefix)
+            return {entry["path"]: int(entry["size"]) for batch in batches for entry in batch}
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """Return a small object whole.
+
+        Raises:
+            CacheMissing: there is none, or it cannot be reached.
+            CacheCorrupt: it is larger than that.
+        """
+        with self._explained(name):
+            found = self._obstore.get(self._store, name)
+            size = int(found.meta["size"])
+            if size > most_bytes:
+                raise CacheCorrupt(f"{self.url}/{name}: {size} bytes, expected at most {most_bytes}")
+            return bytes(found.bytes())
+
+    def download(self, name: str, path: Path, num_bytes: int) -> None:
+        """Stream an object into a file; the file is there whole or not at all.
+
+        Raises:
+            CacheMissing: there is no such object, or it cannot be reached.
+            CacheCorrupt: it has another size.
+        """
+        with self._explained(name):
+            found = self._obstore.get(self._store, name)
+            size = int(found.meta["size"])
+            if size != num_bytes:
+                raise CacheCorrupt(f"{self.url}/{name}: expected {num_bytes} bytes, found {size}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+            try:
+                with temporary.open("wb") as file:
+                    for block in found.stream(min_chunk_size=STREAM_BYTES):
+                        file.write(block)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def upload(self, name: str, content: Path | bytes) -> None:
+        """Put an object, whole or not at all.
+
+        Raises:
+            DflashError: it cannot be written.
+        """
+        try:
+            self._obstore.put(self._store, name, content)
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            raise DflashError(f"{self.url}/{name}: cannot be written: {_first_line(error)}") from error
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except DflashError:
+            raise
+        except FileNotFoundError as error:
+            raise CacheMissing(f"{self.url}/{name}: there is no such object") from error
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            raise CacheMissing(f"{self.url}/{name}: cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,82 @@
+"""Putting a finished cache into a bucket: shard by shard, the manifest last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import CacheMismatch, CacheMissing
+from .bucket import Bucket
+from .layout import MANIFEST, MAX_JSON_BYTES, RECORD, plan_file, shard_dir, shard_file
+from .manifest import check_manifest, read_manifest
+from .plan import read_plan
+from .progress import Bar, no_bar
+from .record import check_file, read_record
+
+
+def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str, Any]:
+    """Copy a finished cache under a URL; run again, it goes on where it stopped.
+
+    A shard is published by its record: its other files are put first, each whole, and nobody reads a shard without its
+    record, or a cache without its manifest, which is put last. Every file is checked against its digest before it goes.
+
+    Returns:
+        cache, url, shards, resumed_shards (were there already), bytes (put by this run), fingerprint.
+
+    Raises:
+        CacheMismatch: another cache is there.
+        CacheMissing, CacheIncomplete, CacheCorrupt: the cache is not complete and sound.
+        ConfigError, DflashError: the URL is not valid, or the bucket cannot be written.
+    """
+    root = Path(cache).absolute()
+    manifest = read_manifest(root)
+    check_manifest(root, manifest, read_plan(root, manifest.generation))
+    bucket = Bucket(url)
+    plans = [name for name in map(plan_file, range(manifest.generation + 1)) if (root / name).is_file()]
+    _refuse_another(bucket, root, plans[0])
+    put_bytes = resumed = 0
+    with bar("publish", manifest.num_bytes) as advance:
+        for name in plans:
+            bucket.upload(name, root / name)
+        for name, record in manifest.files.items():
+            path = check_file(root, name, record)
+            bucket.upload(name, path)
+            put_bytes += record.num_bytes
+            advance(record.num_bytes)
+        for shard in manifest.shards:
+            directory = shard_dir(root, shard.shard)
+            read_record(directory, manifest.identity.layer_ids, expected=shard)
+            commit = (directory / RECORD).read_bytes()
+            if _content(bucket, shard_file(shard.shard, RECORD)) == commit:
+                resumed += 1
+            else:
+                for name, record in shard.files.items():
+                    bucket.upload(shard_file(shard.shard, name), check_file(directory, name, record))
+                bucket.upload(shard_file(shard.shard, RECORD), commit)
+                put_bytes += shard.num_bytes
+            advance(shard.num_bytes)
+        bucket.upload(MANIFEST, (root / MANIFEST).read_bytes())
+    return {
+        "cache": str(root),
+        "url": url,
+        "shards": manifest.num_shards,
+        "resumed_shards": resumed,
+        "bytes": put_bytes,
+        "fingerprint": manifest.fingerprint,
+    }
+
+
+def _refuse_another(bucket: Bucket, root: Path, plan: str) -> None:
+    """Refuse a place where another cache is: the plan it was begun with differs. An extension of the same is fine."""
+    there = _content(bucket, plan)
+    if there is not None and there != (root / plan).read_bytes():
+        raise CacheMismatch(f"{bucket.url}: holds another cache (its {plan} differs); use another URL")
+    if there is None and bucket.size(MANIFEST) is not None:
+        raise CacheMismatch(f"{bucket.url}: holds a {MANIFEST} and no {plan}; use another URL")
+
+
+def _content(bucket: Bucket, name: str) -> bytes | None:
+    try:
+        return bucket.read(name, MAX_JSON_BYTES)
+    except CacheMissing:
+        return None

@@ -1,0 +1,146 @@
+"""Where a reader's files come from: a folder, or a bucket through a bounded mirror of it on the local disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CacheIncomplete, CacheMissing
+from .bucket import Bucket, is_url
+from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, safe_join, shard_dir
+
+MIRROR_BYTES = 16 * 2**30
+DOWNLOADS = 8
+
+
+def open_source(place: Path | str) -> Folder | Mirror:
+    """Return the source of a cache's files.
+
+    Raises:
+        ConfigError: a URL of another scheme, or the extra `buckets` is not installed.
+    """
+    return Mirror(Bucket(str(place))) if is_url(place) else Folder(Path(place))
+
+
+class Folder:
+    """A cache on the local disk: its files are where they are."""
+
+    def __init__(self, path: Path) -> None:
+        self.root = path.absolute()
+        self.place: Path | str = self.root
+
+    def fetch(self, _files: Mapping[str, int]) -> None:
+        """Do nothing."""
+
+    def fetch_json(self, _name: str) -> None:
+        """Do nothing."""
+
+    @contextmanager
+    def holding(self, _shard: int | None) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+
+class Mirror:
+    """Local copies of a bucket's files in a folder of its own, which goes when the mirror does.
+
+    Files of a shard are fetched together, several at once, when the shard is read; the trainer's threads read shards
+    ahead, so the next ones are under way while this one is used. When the copies take more than `max_bytes`, shards
+    that are not being read are removed, those read longest ago first. What is fetched is checked by the reader like
+    any file: by size, digest and checksums.
+    """
+
+    def __init__(self, bucket: Bucket, max_bytes: int = MIRROR_BYTES) -> None:
+        self.place: Path | str = bucket.url
+        self.bucket = bucket
+        self.max_bytes = max_bytes
+        self.root = Path(tempfile.mkdtemp(prefix="dflash-mirror-"))
+        self._held: Counter[int] = Counter()
+        self._here: OrderedDict[int, dict[str, int]] = OrderedDict()  # sizes of each shard's files, by last use
+        self._lock = threading.Lock()
+        self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shards' files that are here now."""
+        with self._lock:
+            return self._used()
+
+    def _used(self) -> int:
+        return sum(sum(files.values()) for files in self._here.values())
+
+    def fetch_json(self, name: str) -> None:
+        """Fetch manifest, plan or record anew.
+
+        Raises:
+            CacheMissing: it is not there, or the bucket cannot be reached. CacheIncomplete: there is a plan only.
+        """
+        try:
+            data = self.bucket.read(name, MAX_JSON_BYTES)
+        except CacheMissing as error:
+            if name == MANIFEST and self.bucket.size(PLAN) is not None:
+                done = sum(path.endswith(f"/{RECORD}") for path in self.bucket.sizes(SHARDS))
+                raise CacheIncomplete(
+                    f"{self.place}: not published whole: {done} shards are there and no {MANIFEST}; run the same "
+                    "`dflash cache publish` again and it goes on from them"
+                ) from error
+            raise
+        path = safe_join(self.root, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def fetch(self, files: Mapping[str, int]) -> None:
+        """Fetch the files that are not here yet, several at once.
+
+        Raises:
+            CacheMissing: one is not there, or the bucket cannot be reached.
+            CacheCorrupt: one has another size.
+        """
+        paths = {name: safe_join(self.root, name) for name in files}
+        lacking = [name for name, path in paths.items() if not path.is_file()]
+        if not lacking:
+            return
+        self._make_room(sum(files[name] for name in lacking))
+        with ThreadPoolExecutor(DOWNLOADS) as pool:
+            list(pool.map(lambda name: self.bucket.download(name, paths[name], files[name]), lacking))
+        with self._lock:
+            for name in lacking:
+                shard = _shard_of(name)
+                if shard is not None:
+                    self._here.setdefault(shard, {})[name] = files[name]
+
+    @contextmanager
+    def holding(self, shard: int | None) -> Iterator[None]:
+        """Keep a shard's files here in the block."""
+        if shard is None:
+            yield
+            return
+        with self._lock:
+            self._held[shard] += 1
+            self._here[shard] = self._here.pop(shard, {})
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[shard] -= 1
+
+    def _make_room(self, num_bytes: int) -> None:
+        with self._lock:
+            for shard in list(self._here):
+                if self._used() + num_bytes <= self.max_bytes:
+                    return
+                if not self._held[shard]:
+                    del self._here[shard]
+                    shutil.rmtree(shard_dir(self.root, shard), ignore_errors=True)
+
+
+def _shard_of(name: str) -> int | None:
+    parts = name.split("/")
+    return int(parts[1]) if parts[0] == SHARDS else None
