@@ -40,7 +40,7 @@ def check_comparable(path: Path, drafter: LoadedDrafter, cache: CacheReader) -> 
             continue
         if recorded is not None and recorded != here:
             raise ConfigError(
-                f"{path}: trained for another {what} ({key} {recorded}) than {cache.path} ({here}): the two drafters "
+                f"{path}: trained for another {what} ({key} {recorded}) than {cache.place} ({here}): the two drafters "
                 "are not comparable on these rows; compare each with others of its own target"
             )
 
@@ -57,7 +57,7 @@ def unseen_rows(rows: NDArray[np.int64], drafter: LoadedDrafter, cache: CacheRea
     kept = rows[heldout_rows(cache.prompt_hash[rows], share)]
     if len(kept) == 0:
         raise ConfigError(
-            f"{cache.path}: no row is held out from both drafters (the other one holds out {share:g}); compare them "
+            f"{cache.place}: no row is held out from both drafters (the other one holds out {share:g}); compare them "
             "on another cache, or with --split all"
         )
     return kept

@@ -154,12 +154,12 @@ def check_match(drafter: DrafterConfig, cache: CacheReader) -> None:
         ("number of target layers", drafter.num_target_layers, num_layers or drafter.num_target_layers),
     ):
         if ours != theirs:
-            raise ConfigError(f"{cache.path}: {what} {theirs}, the drafter's is {ours}: they are of different targets")
+            raise ConfigError(f"{cache.place}: {what} {theirs}, the drafter's is {ours}: they are of different targets")
     missing = [layer for layer in drafter.context_layer_ids if layer not in cache.layer_ids]
     if missing:
         layers = ",".join(str(layer) for layer in sorted({*cache.layer_ids, *missing}))
         raise ConfigError(
-            f"{cache.path}: the drafter reads layers {list(drafter.context_layer_ids)}, the cache holds "
+            f"{cache.place}: the drafter reads layers {list(drafter.context_layer_ids)}, the cache holds "
             f"{list(cache.layer_ids)}; extract one with --layers {layers}"
         )
 
@@ -202,7 +202,7 @@ def choose_rows(
     if len(rows) == 0:
         held = f" (held-out share {share:g})" if share is not None and split != "all" else ""
         remedy = "extract rows whose replies have two tokens or more" if split == "all" else "try --split all"
-        raise ConfigError(f"{cache.path}: no row to evaluate in split {split}{held}; {remedy}")
+        raise ConfigError(f"{cache.place}: no row to evaluate in split {split}{held}; {remedy}")
     if other and split == "heldout":
         rows = unseen_rows(rows, other, cache)
     return split, rows
@@ -212,7 +212,7 @@ def _baselines(config: EvaluateConfig, drafter: LoadedDrafter, cache: CacheReade
     """Fit on the training rows of the baseline cache; of a cache that the drafter never saw, on all of its rows."""
     source = open_cache(config.baseline_cache) if config.baseline_cache else cache
     if source.manifest.identity.tokenizer_hash != cache.manifest.identity.tokenizer_hash:
-        raise ConfigError(f"{source.path}: its tokenizer is not that of {cache.path}; no n-gram of it can draft here")
+        raise ConfigError(f"{source.place}: its tokenizer is not that of {cache.place}; no n-gram of it can draft here")
     own = drafter.extra.get("cache_identity") == source.identity
     fit = split_rows(source.prompt_hash, drafter.extra.get("heldout_share") or 0.0, "train" if own else "all")
     block_size = drafter.config.block_size

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from ..errors import CacheCorrupt, CacheMissing, ConfigError, DflashError
 from .layout import TEMP_PREFIX
@@ -25,15 +27,25 @@ def is_url(place: object) -> bool:
     return isinstance(place, str) and "://" in place
 
 
+def temporary_name(name: str) -> str:
+    """Return a name to write a file under before it is renamed."""
+    return f"{TEMP_PREFIX}{name}-{secrets.token_hex(4)}"
+
+
 class Bucket:
     """The objects under one URL, by their path below it.
+
+    Args:
+        url: where they are.
+        create: make the folder of a file:// URL; a bucket is never made.
 
     Raises:
         ConfigError: the scheme is not one of SCHEMES, the extra is not installed, or a variable of the provider is not
             valid.
+        CacheMissing: there is no folder of a file:// URL.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, create: bool = False) -> None:
         self.url = url.rstrip("/")
         if self.url.partition("://")[0] not in SCHEMES:
             raise ConfigError(f"{url}: expected a folder, or a URL that begins with {', '.join(SCHEMES)} and ://")
@@ -43,8 +55,12 @@ class Bucket:
         except ImportError as error:
             raise ConfigError(f"{url}: buckets need an extra: pip install 'dflash-pipeline[buckets]'") from error
         self._obstore: Any = obstore
+        local = self.url.startswith("file:")
+        if local and not create and not Path(url2pathname(urlsplit(self.url).path)).is_dir():
+            raise CacheMissing(f"{url}: there is no such folder")
         try:
-            self._store: Any = from_url(self.url, **({"mkdir": True} if self.url.startswith("file:") else {}))
+            options: Any = {"mkdir": create} if local else {}
+            self._store: Any = from_url(self.url, **options)
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"{url}: {_first_line(error)}") from error
 
@@ -89,7 +105,7 @@ class Bucket:
             if size != num_bytes:
                 raise CacheCorrupt(f"{self.url}/{name}: expected {num_bytes} bytes, found {size}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+            temporary = path.with_name(temporary_name(path.name))
             try:
                 with temporary.open("wb") as file:
                     for block in found.stream(min_chunk_size=STREAM_BYTES):

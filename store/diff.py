@@ -41,9 +41,11 @@ def diff_caches(first: Path | str, second: Path | str, *, bar: Bar = no_bar) -> 
     a, b = open_cache(first), open_cache(second)
     layers = [layer for layer in a.layer_ids if layer in b.layer_ids]
     if not layers:
-        raise ConfigError(f"{b.path}: layers {list(b.layer_ids)}, {a.path} has {list(a.layer_ids)}: none is in both")
+        raise ConfigError(f"{b.place}: layers {list(b.layer_ids)}, {a.place} has {list(a.layer_ids)}: none is in both")
     if a.hidden_size != b.hidden_size:
-        raise ConfigError(f"{b.path}: hidden size {b.hidden_size}, {a.path} has {a.hidden_size}: two different targets")
+        raise ConfigError(
+            f"{b.place}: hidden size {b.hidden_size}, {a.place} has {a.hidden_size}: two different targets"
+        )
     places = {name: row for row, name in enumerate(b.row_ids)}
     shared: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by A's shard
     for row, name in enumerate(a.row_ids):
@@ -64,10 +66,12 @@ def diff_caches(first: Path | str, second: Path | str, *, bar: Bar = no_bar) -> 
                     sums[layer].add(mine.states[layer], theirs.states[layer])
             advance(a.manifest.shards[shard].num_bytes)
     if rows == 0:
-        raise ConfigError(f"{a.path} and {b.path} have no row in common (same id and same tokens): nothing to compare")
+        raise ConfigError(
+            f"{a.place} and {b.place} have no row in common (same id and same tokens): nothing to compare"
+        )
     return {
-        "a": str(a.path),
-        "b": str(b.path),
+        "a": str(a.place),
+        "b": str(b.place),
         "rows": rows,
         "tokens": tokens,
         "only_a": a.num_rows - num_shared,

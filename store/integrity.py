@@ -51,8 +51,9 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
     if num_workers is not None and num_workers < 1:
         raise ConfigError(f"num_workers {num_workers}: expected at least 1")
     source = open_source(path)
-    source.fetch_json(MANIFEST)
-    manifest = read_manifest(source.root)
+    with source.holding(None):
+        source.fetch_json(MANIFEST)
+        manifest = read_manifest(source.root)
     checks = _checks(source, manifest)
     bad_shards: set[int] = set()
     bad_files, problems = [], []
@@ -91,8 +92,9 @@ def describe(path: Path | str) -> dict[str, Any]:
         CacheMissing, CacheIncomplete, CacheCorrupt: as `read_manifest`.
     """
     source = open_source(path)
-    source.fetch_json(MANIFEST)
-    manifest = read_manifest(source.root)
+    with source.holding(None):
+        source.fetch_json(MANIFEST)
+        manifest = read_manifest(source.root)
     fields = manifest.fields()
     identity = fields.pop("identity")
     for key in ("shards", "files", "identity_digest"):

@@ -15,7 +15,7 @@ from .record import check_file, read_record
 
 
 def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str, Any]:
-    """Copy a finished cache under a URL; run again, it goes on where it stopped.
+    """Copy a finished cache under a URL; run again, it goes on where it stopped, and puts again what is gone since.
 
     A shard is published by its record: its other files are put first, each whole, and nobody reads a shard without its
     record, or a cache without its manifest, which is put last. Every file is checked against its digest before it goes.
@@ -31,7 +31,7 @@ def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str
     root = Path(cache).absolute()
     manifest = read_manifest(root)
     check_manifest(root, manifest, read_plan(root, manifest.generation))
-    bucket = Bucket(url)
+    bucket = Bucket(url, create=True)
     plans = [name for name in map(plan_file, range(manifest.generation + 1)) if (root / name).is_file()]
     _refuse_another(bucket, root, plans[0])
     put_bytes = resumed = 0
@@ -47,7 +47,10 @@ def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str
             directory = shard_dir(root, shard.shard)
             read_record(directory, manifest.identity.layer_ids, expected=shard)
             commit = (directory / RECORD).read_bytes()
-            if _content(bucket, shard_file(shard.shard, RECORD)) == commit:
+            files = {shard_file(shard.shard, name): record.num_bytes for name, record in shard.files.items()}
+            there = bucket.sizes(shard_file(shard.shard, ""))
+            same_sizes = files.items() <= there.items()
+            if same_sizes and _content(bucket, shard_file(shard.shard, RECORD)) == commit:
                 resumed += 1
             else:
                 for name, record in shard.files.items():

@@ -66,12 +66,13 @@ class CacheReader:
         self._source = source
         self.path = source.root
         self.place = source.place
-        source.fetch_json(MANIFEST)
-        self.manifest = read_manifest(self.path)
-        plan = self._read_plan()
+        with source.holding(None):
+            source.fetch_json(MANIFEST)
+            self.manifest = read_manifest(self.path)
+            plan = self._read_plan()
         identity = self.manifest.identity
         if identity.codec not in CODECS:
-            raise ConfigError(f"{self.path}: codec {identity.codec!r} is not one of: {', '.join(CODECS)}")
+            raise ConfigError(f"{self.place}: codec {identity.codec!r} is not one of: {', '.join(CODECS)}")
         self.layer_ids = identity.layer_ids
         self.hidden_size = self.manifest.hidden_size
         self.vocab_size = self.manifest.vocab_size
@@ -130,7 +131,7 @@ class CacheReader:
             raise ConfigError(f"shard {shard}: the cache has shards 0 to {self.num_shards - 1}")
         layers = self._wanted_layers(layer_ids)
         if final and not self.manifest.identity.keep_final:
-            raise ConfigError(f"{self.path}: the final state was not kept (extract with --keep-final)")
+            raise ConfigError(f"{self.place}: the final state was not kept (extract with --keep-final)")
         first, last = int(self._shard_rows[shard]), int(self._shard_rows[shard + 1])
         wanted = list(range(first, last)) if rows is None else [int(row) for row in rows]
         for row in wanted:
@@ -183,9 +184,10 @@ class CacheReader:
     def _checked(self, name: str) -> Path:
         """Return the path of a file outside the shards after checking its size and digest."""
         if name not in self.manifest.files:
-            raise CacheCorrupt(f"{self.path / MANIFEST}: files: expected a record of {name}, found none")
-        self._source.fetch({name: self.manifest.files[name].num_bytes})
-        return check_file(self.path, name, self.manifest.files[name])
+            raise CacheCorrupt(f"{self.place}/{MANIFEST}: files: expected a record of {name}, found none")
+        with self._source.holding(None):
+            self._source.fetch({name: self.manifest.files[name].num_bytes})
+            return check_file(self.path, name, self.manifest.files[name])
 
     def channel_stats(self, layer_id: int) -> dict[str, float]:
         """Return mean, rms, values, zeros, nans and infs of one layer's stored states."""
@@ -234,7 +236,7 @@ class CacheReader:
         layers = self.layer_ids if layer_ids is None else tuple(layer_ids)
         unknown = [layer for layer in layers if layer not in self.layer_ids]
         if unknown:
-            raise ConfigError(f"{self.path}: layer {unknown[0]} is not in the cache, it has {list(self.layer_ids)}")
+            raise ConfigError(f"{self.place}: layer {unknown[0]} is not in the cache, it has {list(self.layer_ids)}")
         return layers
 
     def _shard_arrays(self, shard: int) -> ShardArrays:

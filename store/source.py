@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CacheIncomplete, CacheMissing
-from .bucket import Bucket, is_url
+from ..errors import CacheIncomplete, CacheMissing, DflashError
+from .bucket import Bucket, is_url, temporary_name
 from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, safe_join, shard_dir
 
 MIRROR_BYTES = 16 * 2**30
@@ -77,7 +77,7 @@ class Mirror:
         return sum(sum(files.values()) for files in self._here.values())
 
     def fetch_json(self, name: str) -> None:
-        """Fetch manifest, plan or record anew.
+        """Fetch manifest or record anew.
 
         Raises:
             CacheMissing: it is not there, or the bucket cannot be reached. CacheIncomplete: there is a plan only.
@@ -94,7 +94,9 @@ class Mirror:
             raise
         path = safe_join(self.root, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        temporary = path.with_name(temporary_name(path.name))  # another thread may be reading it
+        temporary.write_bytes(data)
+        temporary.replace(path)
 
     def fetch(self, files: Mapping[str, int]) -> None:
         """Fetch the files that are not here yet, several at once.
@@ -107,34 +109,35 @@ class Mirror:
         lacking = [name for name, path in paths.items() if not path.is_file()]
         if not lacking:
             return
-        self._make_room(sum(files[name] for name in lacking))
+        self._make_room({name: files[name] for name in lacking})
         with ThreadPoolExecutor(DOWNLOADS) as pool:
             list(pool.map(lambda name: self.bucket.download(name, paths[name], files[name]), lacking))
-        with self._lock:
-            for name in lacking:
-                shard = _shard_of(name)
-                if shard is not None:
-                    self._here.setdefault(shard, {})[name] = files[name]
 
     @contextmanager
     def holding(self, shard: int | None) -> Iterator[None]:
-        """Keep a shard's files here in the block."""
-        if shard is None:
-            yield
-            return
-        with self._lock:
-            self._held[shard] += 1
-            self._here[shard] = self._here.pop(shard, {})
+        """Keep a shard's files here in the block, and let its errors name the bucket's objects, not their copies."""
+        if shard is not None:
+            with self._lock:
+                self._held[shard] += 1
+                self._here[shard] = self._here.pop(shard, {})
         try:
             yield
+        except DflashError as error:
+            raise type(error)(str(error).replace(str(self.root), str(self.place))) from error
         finally:
-            with self._lock:
-                self._held[shard] -= 1
+            if shard is not None:
+                with self._lock:
+                    self._held[shard] -= 1
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, coming: Mapping[str, int]) -> None:
+        """Take the shards' files that are coming into account, and remove others for them."""
         with self._lock:
+            for name, num_bytes in coming.items():
+                shard = _shard_of(name)
+                if shard is not None:
+                    self._here.setdefault(shard, {})[name] = num_bytes
             for shard in list(self._here):
-                if self._used() + num_bytes <= self.max_bytes:
+                if self._used() <= self.max_bytes:
                     return
                 if not self._held[shard]:
                     del self._here[shard]

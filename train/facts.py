@@ -78,7 +78,7 @@ def training_rows(cache: CacheReader, heldout_share: float) -> RowTable:
     index = split_rows(cache.prompt_hash, heldout_share, "train")
     index = index[cache.num_anchors[index] > 0]
     if not len(index):
-        raise ConfigError(f"{cache.path}: no rows to train on with heldout_share = {heldout_share}")
+        raise ConfigError(f"{cache.place}: no rows to train on with heldout_share = {heldout_share}")
     return RowTable(
         index=index,
         num_tokens=cache.num_tokens[index],

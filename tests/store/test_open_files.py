@@ -6,6 +6,7 @@ Counted by strace, which sees every thread and library; where there is none, by 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from dflash_pipeline.store import CacheWriter, Row
 
@@ -31,7 +34,7 @@ def first_step(*_):
     sys.stdout.flush()
     os._exit(0)
 
-loop._Trainer.step = first_step
+loop.Trainer.step = first_step
 settings = ["steps=3", "heldout_share=0", "shuffle_tokens=320", "pack_tokens=64", "anchors_per_pack=8", "num_layers=1",
             "mask_token_id=49"]
 words = [word for setting in settings for word in ("--set", setting)]
@@ -76,8 +79,12 @@ def files_opened(cache: Path, run: Path) -> list[str]:
 
 
 def test_the_files_opened_before_the_first_step_do_not_grow_with_the_corpus(
-    synthetic: ModuleType, tmp_path: Path, record_property: Callable[[str, object], None]
+    synthetic: ModuleType,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of files, and no power cut
     opened, files = {}, {}
     for num_rows in (300, 3000):
         cache = tmp_path / f"c{num_rows}"
