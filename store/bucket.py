@@ -1,6 +1,6 @@
 """Object storage: the files of a cache under a URL, s3://bucket/prefix, gs://bucket/prefix or file:///folder.
 
-obstore moves the bytes (docs/log.md says why it and not fsspec); it comes with the extra `buckets`. Credentials,
+obstore moves the bytes (docs/log.md has its cost beside fsspec); it comes with the extra `buckets`. Credentials,
 region and endpoint are those its variables name, the same that the provider's own tools read: AWS_ACCESS_KEY_ID,
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ... An object appears whole or not at all: that is each put's promise.
 """
