@@ -20,7 +20,7 @@ EXISTING = click.Path(exists=True, path_type=Path)
 ANY_PATH = click.Path(path_type=Path)
 
 
-class CachePlace(click.ParamType):
+class CachePlace(click.ParamType):  # type: ignore[type-arg]  # older click is not generic
     """A cache: an existing folder, or a URL, which is looked at when it is opened."""
 
     name = "cache"
