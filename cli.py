@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from safetensors import SafetensorError
 
 from . import __version__
 from .errors import DflashError
@@ -44,6 +45,15 @@ class OneLineErrors(click.Group):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             click.echo(f"dflash: {' '.join(str(error).split())}", err=True)
+            ctx.exit(1)
+        except (OSError, SafetensorError) as error:  # a full disk, a file or folder that may not be read or written
+            if isinstance(error, BrokenPipeError):
+                raise  # click ends quietly
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            filename, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+            where = "" if filename is None else f"{filename}: "
+            click.echo(f"dflash: {where}{' '.join((reason or str(error)).split())}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("dflash: interrupted; the same command resumes", err=True)
@@ -302,7 +312,10 @@ def repair(path: Path, as_json: bool, **options: Any) -> None:
     from .extract.repair import RepairConfig, run_repair
     from .store.progress import byte_bar
 
-    finish(run_repair(RepairConfig(cache=path, **options), RichProgress(), byte_bar), as_json)
+    result = run_repair(RepairConfig(cache=path, **options), RichProgress(), byte_bar)
+    finish(result, as_json)
+    if not result["ok"]:
+        sys.exit(1)
 
 
 @cache.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import DflashError
 from ..store.append import check_same_settings, extend_plan, is_appended
 from ..store.manifest import check_manifest, read_manifest
 from ..store.plan import Identity, Plan, assign_rows, hash_prompt, read_plan
@@ -110,3 +111,14 @@ def earlier_files(out: Path, sources: Sequence[Source]) -> list[str]:
     if count and [file.sha256 for file in files[-count:]] == [source.file.sha256 for source in sources]:
         files = files[:-count]
     return [file.name for file in files]
+
+
+def is_finished(config: ExtractConfig, sources: Sequence[Source]) -> bool:
+    """Return whether a finished cache at the output has these corpus files already, so that nothing need be written."""
+    try:
+        identity = read_manifest(config.out).identity
+    except DflashError:
+        return False
+    count = (identity.appended or (0,))[-1] if config.append else len(identity.corpus)
+    held = [file.sha256 for file in identity.corpus[len(identity.corpus) - count :]]
+    return held == [source.file.sha256 for source in sources]

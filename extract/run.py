@@ -10,12 +10,13 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..store import CacheWriter, Plan, TargetHead
+from ..store.manifest import read_manifest
 from ..target import Target, TargetDescription, describe_target, load_target, parse_layer_ids
 from .config import ExtractConfig
 from .corpus import CorpusRows, read_corpus
 from .estimate import GIB, check_space, estimate_bytes, free_bytes
 from .forward import compute_shard
-from .planning import earlier_files, make_identity, make_plan, plan_append
+from .planning import earlier_files, is_finished, make_identity, make_plan, plan_append
 from .progress import Progress, SilentProgress
 from .rows import CorpusRow
 from .sources import Source, open_sources
@@ -53,7 +54,8 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
     description = describe_target(config.target_config())
     layer_ids, max_length = _resolve(config, description)
     corpus = _read(config, sources, description, max_length, reporter)
-    estimated = _estimate(config, description, corpus, len(layer_ids), reporter)
+    finished = is_finished(config, sources)
+    estimated = _estimate(config, description, corpus, len(layer_ids), finished, reporter)
     if config.dry_run:
         return {
             "rows": len(corpus.rows),
@@ -65,7 +67,8 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
             "duplicates": corpus.num_duplicates,
             "notices": reporter.notices,
         }
-    check_space(config.out, estimated)
+    if not finished:
+        check_space(config.out, estimated)
     target = load_target(config.target_config(), description)
     reporter.extend(target.notices)
     plan, rows = _plan(config, target, corpus, layer_ids, max_length)
@@ -155,9 +158,17 @@ def _plan(
 
 
 def _estimate(
-    config: ExtractConfig, description: TargetDescription, corpus: CorpusRows, num_layers: int, reporter: _Reporter
+    config: ExtractConfig,
+    description: TargetDescription,
+    corpus: CorpusRows,
+    num_layers: int,
+    finished: bool,
+    reporter: _Reporter,
 ) -> int:
-    estimated = estimate_bytes(config, description, num_layers, [row.num_tokens for row in corpus.rows])
+    if config.append and finished:
+        estimated = read_manifest(config.out).num_bytes
+    else:
+        estimated = estimate_bytes(config, description, num_layers, [row.num_tokens for row in corpus.rows])
     reporter.progress.notice(
         f"{len(corpus.rows):,} rows, {corpus.num_tokens:,} tokens: the cache takes about {estimated / GIB:,.3f} GiB, "
         f"{free_bytes(config.out) / GIB:,.1f} GiB are free"

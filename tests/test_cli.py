@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors import SafetensorError
 
 from dflash_pipeline.cli import main
 
@@ -94,6 +95,8 @@ def test_print_config_shows_every_key_and_with_a_cache_every_resolved_value(tiny
         (["cache", "verify", "{target}"], "{target}"),
         (["cache", "repair", "{target}"], "{target}"),
         (["cache", "diff", "{cache}", "{target}"], "{target}"),
+        (["train", "--cache", "{cache}", "--out", "{corpus}/run", "--steps", "1"], "{corpus}"),
+        (["train", "--cache", "{cache}", "--out", "{out}", "--steps", "1", "--set", "epochs=3"], "has no effect"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_1(
@@ -107,6 +110,30 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(
     assert message.format(**places) in lines[0]
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device", "run/metrics.jsonl"), "run/metrics.jsonl: No space left on device"),
+        (SafetensorError("I/O error: No space left on device"), "I/O error: No space left on device"),
+    ],
+)
+def test_an_error_of_the_disk_is_one_line(
+    error: Exception, line: str, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dflash_pipeline.train.loop.run_train", fail)
+    result = run("train", "--cache", tiny_cache, "--out", tmp_path / "run")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"dflash: {line}")
+
+
+def test_a_repair_that_leaves_a_damaged_cache_exits_with_1(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_pipeline.extract.repair.run_repair", lambda *_: {"ok": False})
+    result = run("cache", "repair", tiny_cache)
+    assert (result.exit_code, result.stdout) == (1, "ok: False\n")
 
 
 def test_a_missing_option_is_a_usage_error_with_exit_code_2() -> None:

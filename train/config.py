@@ -103,6 +103,8 @@ class Recipe:
             raise ConfigError(f"warmup_steps = {self.warmup_steps}: expected zero or more")
         if self.block_size is not None and self.block_size < 2:
             raise ConfigError(f"block_size = {self.block_size}: expected at least 2 (the anchor and one drafted token)")
+        if self.steps is not None and self.epochs != Recipe.epochs:
+            raise ConfigError(f"epochs = {self.epochs} has no effect with steps = {self.steps}: set one of them")
         self._check_noise()
         self._check_labels()
         if self.sliding_layers > self.num_layers:

@@ -60,7 +60,7 @@ class RunFolder:
             return []
         for name, ours, theirs in differences(wanted, saved):
             raise CacheMismatch(
-                f"{self.path}: this run was started with {name} = {theirs!r}, now {ours!r}; "
+                f"{self.path}: this run was started with {name} = {_shown(theirs)}, now {_shown(ours)}; "
                 "give the same settings to resume it, or another --out"
             )
         if saved.get(_FINGERPRINT) != wanted[_FINGERPRINT]:
@@ -121,6 +121,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object; the path holds the old one or the new, never a part."""
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _shown(value: Any) -> str:
+    return "its default" if value is None else repr(value)
 
 
 def _holds_files(path: Path) -> bool:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from dflash_pipeline.errors import CacheIncomplete, CacheMismatch, CacheMissing
-from dflash_pipeline.extract import ExtractConfig, run_extract
+from dflash_pipeline.extract import ExtractConfig, estimate, run_extract
 from dflash_pipeline.extract.repair import RepairConfig, run_repair
 from dflash_pipeline.store import CacheWriter, open_cache, verify
+from dflash_pipeline.store.manifest import read_manifest
 
 Settings = Callable[..., ExtractConfig]
 
@@ -144,13 +145,17 @@ def test_an_extension_that_was_given_up_leaves_no_shard_to_the_next(
     assert len(list((config.out / "shards").iterdir())) == open_cache(config.out).num_shards
 
 
-def test_the_same_extension_again_changes_nothing(settings: Settings, files: dict[str, Path]) -> None:
+def test_the_same_extension_again_changes_nothing_and_needs_no_space(
+    settings: Settings, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_extract(settings(corpus=(files["old"],)))
     append = settings(corpus=(files["more"],), append=True)  # its rows are named by file and line
     first = run_extract(append)
     before = content(append.out)
+    monkeypatch.setattr(estimate, "free_bytes", lambda _: 0)
     again = run_extract(append)
     assert (again["resumed_rows"], again["fingerprint"]) == (25, first["fingerprint"])
+    assert again["estimated_bytes"] == read_manifest(append.out).num_bytes
     assert content(append.out) == before
 
 

@@ -73,5 +73,12 @@ def test_what_is_already_written_counts(tmp_path: Path, monkeypatch: pytest.Monk
     estimate.check_space(tmp_path / "cache", 5000)
 
 
+def test_a_finished_cache_needs_no_space(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_extract(settings())
+    monkeypatch.setattr(estimate, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(estimate, "stored_bytes", lambda _: 0)
+    assert run_extract(settings())["fingerprint"] == first["fingerprint"]
+
+
 def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
     assert estimate.free_bytes(tmp_path / "not" / "yet" / "there") > 0

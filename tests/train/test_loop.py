@@ -90,6 +90,12 @@ def test_other_settings_on_the_same_folder_are_refused_by_name(
         train(tiny_cache, tmp_path / "run", "steps=2", setting)
 
 
+def test_a_setting_left_to_its_default_is_called_so(tiny_cache: Path, tmp_path: Path) -> None:
+    train(tiny_cache, tmp_path / "run", "steps=2", "block_size=4")
+    with pytest.raises(CacheMismatch, match="started with block_size = 4, now its default"):
+        train(tiny_cache, tmp_path / "run", "steps=2")
+
+
 def test_a_folder_that_is_no_run_is_left_alone(tiny_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not a run"):
