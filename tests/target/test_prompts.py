@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -78,7 +79,7 @@ def test_what_cannot_be_used_is_counted_by_reason_and_line(tmp_path: Path, tiny_
 )
 def test_a_file_that_is_not_for_this_target_is_refused(tmp_path: Path, lines: list[object], message: str) -> None:
     with pytest.raises(CorpusError, match=message):
-        read(tmp_path / "p.jsonl", lines)
+        read(tmp_path / "p.jsonl", lines, tokenizer=SimpleNamespace(chat_template=None))
 
 
 def test_a_limit_counts_usable_prompts(tmp_path: Path) -> None:
