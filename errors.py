@@ -45,3 +45,8 @@ class CheckpointError(DflashError, ValueError):
 
 class TrainingError(DflashError, RuntimeError):
     """Training cannot go on."""
+
+
+def message_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

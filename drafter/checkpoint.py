@@ -103,7 +103,7 @@ def find_drafter_dir(path: Path) -> Path:
     """Return the drafter's folder: `path` itself, or the finished drafter of the run folder `path`."""
     for directory in (path, path / "drafter"):
         config = directory / CONFIG_NAME
-        if config.is_file() and _read_config(config).get("architectures") == [ARCHITECTURE]:
+        if config.is_file() and read_config(config).get("architectures") == [ARCHITECTURE]:
             return directory
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: pass a drafter's folder or a run's")
@@ -120,7 +120,7 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32) -> LoadedDra
     missing, unknown, not finite or not understood.
     """
     directory = find_drafter_dir(path)
-    raw = _read_config(directory / CONFIG_NAME)
+    raw = read_config(directory / CONFIG_NAME)
     try:
         config = DrafterConfig.from_zlab(raw)
     except CheckpointError as error:
@@ -135,7 +135,8 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32) -> LoadedDra
     return LoadedDrafter(model.eval(), config, extra)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a config.json. Raises CheckpointError where it is too large or not one."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise CheckpointError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes: not a model's configuration")

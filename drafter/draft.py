@@ -106,6 +106,29 @@ def slot_tokens(layout: PackLayout, num_slots: int, tokens: Tensor, loss_mask: T
 
 
 @torch.inference_mode()
+def block_states(
+    model: DFlashDrafter,
+    embed_tokens: Tensor,
+    key_values: Sequence[KeyValue],
+    layout: PackLayout,
+    anchor_tokens: Tensor,
+    attention: str = "auto",
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the final states [n, B, H] of n blocks at a time, with their place among the layout's anchors.
+
+    key_values: of the pack's context, each layer's. anchor_tokens: [A] int64. Never more than CHUNK_BLOCK_TOKENS block
+    tokens (or one block) exist at once.
+    """
+    size = model.config.block_size
+    per_chunk = max(1, CHUNK_BLOCK_TOKENS // size)
+    for first in range(0, layout.num_anchors, per_chunk):
+        part = slice(first, first + per_chunk)
+        chunk = PackLayout(layout.row_offsets, layout.anchors[part], layout.rows[part])
+        embeds = _embeds(model, embed_tokens, anchor_tokens[part])
+        yield part, model.blocks(embeds, key_values, chunk, attention).view(chunk.num_anchors, size, -1)
+
+
+@torch.inference_mode()
 def walk_pack(
     model: DFlashDrafter,
     head_weight: Tensor,
@@ -127,16 +150,15 @@ def walk_pack(
     key_values = model.context_key_values(context, positions)
     starts = row_offsets.tolist()
     pairs = [(row, anchor) for row, walk in enumerate(rows) for anchor in eligible_anchors(walk.runs)]
-    per_chunk = max(1, CHUNK_BLOCK_TOKENS // model.config.block_size)
+    layout = PackLayout(
+        row_offsets,
+        torch.tensor([starts[row] + anchor for row, anchor in pairs], dtype=torch.int64),
+        torch.tensor([row for row, _ in pairs], dtype=torch.int64),
+    )
+    tokens = torch.tensor([rows[row].tokens[anchor] for row, anchor in pairs], dtype=torch.int64)
     drafts: dict[tuple[int, int], list[int]] = {}
-    for first in range(0, len(pairs), per_chunk):
-        part = pairs[first : first + per_chunk]
-        anchors = torch.tensor([starts[row] + anchor for row, anchor in part])
-        layout = PackLayout(row_offsets, anchors, torch.tensor([row for row, _ in part]))
-        tokens = torch.tensor([rows[row].tokens[anchor] for row, anchor in part])
-        hidden = model.blocks(_embeds(model, embed_tokens, tokens), key_values, layout, attention)
-        hidden = hidden.view(len(part), model.config.block_size, -1)
-        drafts |= zip(part, _drafts_while_right(hidden, head_weight, rows, part), strict=True)
+    for part, hidden in block_states(model, embed_tokens, key_values, layout, tokens, attention):
+        drafts |= zip(pairs[part], _drafts_while_right(hidden, head_weight, rows, pairs[part]), strict=True)
     return walk_rows(lambda wanted: [drafts[pair] for pair in wanted], rows)
 
 

@@ -5,7 +5,6 @@ The file is mapped, not loaded, and only tensors and plain containers are taken 
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafter.checkpoint import CONFIG_NAME, LoadedDrafter, expected_shapes
+from ..drafter.checkpoint import CONFIG_NAME, LoadedDrafter, expected_shapes, read_config
 from ..drafter.config import ARCHITECTURE, DrafterConfig
 from ..drafter.model import DFlashDrafter
-from ..errors import CheckpointError
+from ..errors import CheckpointError, message_line
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of a name that training wrappers add: DataParallel, torch.compile, FSDP, activation checkpointing."""
 CONFIG_KEYS = ("config", "model_config", "drafter_config", "draft_config")
 _MAX_DEPTH = 4
-_MAX_CONFIG_BYTES = 4_000_000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,11 +94,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: holds more than tensors and plain containers ({_first(error)}); objects are never unpickled: "
-            "save its state dict alone, where it was made, and give that"
+            f"{path}: holds more than tensors and plain containers ({message_line(error)[:200]}); objects are never "
+            "unpickled: save its state dict alone, where it was made, and give that"
         ) from error
     except (RuntimeError, OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{path}: not a file of torch.save that can be mapped: {_first(error)}") from error
+        raise CheckpointError(
+            f"{path}: not a file of torch.save that can be mapped: {message_line(error)[:200]}"
+        ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: expected a dictionary, found a {type(content).__name__}")
     return content
@@ -139,9 +139,9 @@ def _config(path: Path, given: Path | None, content: Mapping[str, Any]) -> Draft
     beside = path.parent / CONFIG_NAME
     inside = [content[key] for key in CONFIG_KEYS if isinstance(content.get(key), Mapping)]
     if given is not None:
-        where, value = str(given), _read_json(given)
-    elif beside.is_file() and _read_json(beside).get("architectures") == [ARCHITECTURE]:
-        where, value = str(beside), _read_json(beside)
+        where, value = str(given), read_config(given)
+    elif beside.is_file() and read_config(beside).get("architectures") == [ARCHITECTURE]:
+        where, value = str(beside), read_config(beside)
     elif inside and "dflash_config" in inside[0]:
         where, value = str(path), dict(inside[0])
     else:
@@ -150,21 +150,3 @@ def _config(path: Path, given: Path | None, content: Mapping[str, Any]) -> Draft
         return DrafterConfig.from_zlab(value)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{path}: over {_MAX_CONFIG_BYTES} bytes: not a model's configuration")
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: cannot be read as JSON: {_first(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, found a {type(value).__name__}")
-    return value
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -17,7 +17,7 @@ from ..drafter.walk import RowWalk, micro_tau
 from ..errors import ConfigError
 from ..store import TargetHead
 from ..store.durable import write_atomic
-from ..target import Target, TargetConfig, load_target
+from ..target import Target, TargetConfig, end_tokens, load_target
 from ..target.decode import TargetDecoder, check_decoding
 from ..target.prompts import Prompt, Prompts, read_prompts
 from .figures import walk_figures
@@ -143,15 +143,6 @@ def make_speculator(drafter: LoadedDrafter, target: Target) -> Speculator:
     model = drafter.model.to(target.device)
     head = TargetHead(embed_tokens=embed_tokens, lm_head=lm_head, norm=norm, norm_eps=norm_eps)
     return Speculator(target, model, FrozenHead.of(head, model.fc.weight))
-
-
-def end_tokens(target: Target) -> frozenset[int]:
-    """Return the tokens that end a reply: those of the generation configuration, else the tokenizer's."""
-    generation = getattr(target.model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    ids = [found] if isinstance(found, int) else list(found or [])
-    own = target.tokenizer.eos_token_id
-    return frozenset(ids or ([] if own is None else [own]))
 
 
 def _check_place(path: Path | None) -> None:

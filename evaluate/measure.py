@@ -17,14 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafter.draft import (
-    CHUNK_BLOCK_TOKENS,
-    SlotCounts,
-    block_inputs,
-    head_chunks,
-    slot_counts,
-    slot_tokens,
-)
+from ..drafter.draft import SlotCounts, block_states, head_chunks, slot_counts, slot_tokens
 from ..drafter.layout import PackLayout
 from ..drafter.model import DFlashDrafter
 from ..drafter.walk import RowWalk, WalkRow, eligible_anchors, walk_rows
@@ -124,13 +117,8 @@ def slot_states(
     config, like = model.config, model.fc.weight
     states = torch.cat([torch.cat([row.states[layer] for layer in config.context_layer_ids], dim=1) for row in rows])
     key_values = model.context_key_values(model.context_features(states.to(like)), layout.positions)
-    per_chunk = max(1, CHUNK_BLOCK_TOKENS // config.block_size)
-    for first in range(0, layout.num_anchors, per_chunk):
-        part = slice(first, first + per_chunk)
-        anchors = layout.anchors[part]
-        chunk = PackLayout(layout.row_offsets, anchors, layout.rows[part])
-        embeds = block_inputs(head.embed_tokens, tokens[anchors], config.mask_token_id, config.block_size).to(like)
-        yield part, model.blocks(embeds, key_values, chunk).view(len(anchors), config.block_size, -1)[:, 1:]
+    for part, hidden in block_states(model, head.embed_tokens, key_values, layout, tokens[layout.anchors]):
+        yield part, hidden[:, 1:]
 
 
 def tree_places(hidden: Tensor, wanted: Tensor, head_weight: Tensor, budget: int) -> Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 
 from ..drafter.walk import RowWalk
 from ..errors import CorpusError, TargetError
+from ..target.prompts import numbered_lines
 from .baselines import TokenRow
 from .figures import walk_figures
 
 UNNAMED = "no source"
-_UTF8_MARK = b"\xef\xbb\xbf"
 
 
 def read_sources(paths: Sequence[Path], row_ids: Sequence[str]) -> dict[str, str]:
@@ -32,14 +32,12 @@ def read_sources(paths: Sequence[Path], row_ids: Sequence[str]) -> dict[str, str
     found: dict[str, str] = {}
     for path in paths:
         with path.open("rb") as file:
-            for number, data in enumerate(file, 1):
-                line = data.removeprefix(_UTF8_MARK) if number == 1 else data
-                if line.strip():
-                    value = _object(line, path, number)
-                    name = value.get("id")
-                    key = f"{path.stem}:{number}" if name in (None, "") else str(name)
-                    source = value.get("source")
-                    found[key] = source if isinstance(source, str) and source else UNNAMED
+            for number, line in numbered_lines(file):
+                value = _object(line, path, number)
+                name = value.get("id")
+                key = f"{path.stem}:{number}" if name in (None, "") else str(name)
+                source = value.get("source")
+                found[key] = source if isinstance(source, str) and source else UNNAMED
     if not any(row_id in found for row_id in row_ids):
         raise CorpusError(
             f"{', '.join(map(str, paths))}: none of the rows evaluated, such as {row_ids[0]!r}, is in these files: "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CorpusError
+from ..errors import CorpusError, message_line
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Ways to ask for the header of a reply. Reasoning templates open a think tag unless told not to; the first whose tokens
@@ -228,5 +228,4 @@ def _with_another_call_or_result(message: Message) -> Message | None:
 
 
 def _template_problem(error: Exception) -> RowProblem:
-    text = str(error).strip()
-    return RowProblem("the chat template cannot render it", text.splitlines()[0] if text else type(error).__name__)
+    return RowProblem("the chat template cannot render it", message_line(error))

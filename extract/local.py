@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
-from ..target import Target
+from ..target import Target, end_tokens
 from ..target.prompts import Prompt
 from .reply import Refused, Reply
 
@@ -21,7 +20,7 @@ class LocalTarget:
         from transformers import GenerationConfig  # noqa: PLC0415 - seconds
 
         self.target, self.max_tokens, self.batch_rows = target, max_tokens, batch_rows
-        self.end_ids = _end_ids(target)
+        self.end_ids = end_tokens(target)
         target.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, eos_token_id=sorted(self.end_ids), pad_token_id=0, bos_token_id=None
         )
@@ -73,12 +72,3 @@ class LocalTarget:
         if not text.strip():
             return Refused("empty reply")
         return Reply(text=text, finish_reason="stop" if ends else "length", prompt_ids=prompt.ids, completion_ids=ids)
-
-
-def _end_ids(target: Target) -> frozenset[int]:
-    """Return the ids that end a reply: those of the model's generation settings, else of its tokenizer."""
-    found: Any = getattr(target.model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = target.tokenizer.eos_token_id
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    return frozenset(int(token) for token in ids)

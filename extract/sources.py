@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import CorpusError
+from ..errors import CorpusError, message_line
 from ..store.plan import CorpusFile
 from .chat import RowProblem
 from .rows import FIELDS
@@ -159,7 +159,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
                     number += 1
                     yield number, _without_nulls(row)
     except (pyarrow.ArrowException, OSError) as error:
-        raise CorpusError(f"{path}: cannot be read as Parquet, after row {number}: {_first_line(error)}") from error
+        raise CorpusError(f"{path}: cannot be read as Parquet, after row {number}: {message_line(error)}") from error
 
 
 def _open_dataset(name: str, place: str, dataset: Any) -> Source:
@@ -186,7 +186,7 @@ def _load_from_disk(path: Path) -> Any:
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise CorpusError(f"{path}: the dataset cannot be loaded: {_first_line(error)}") from error
+        raise CorpusError(f"{path}: the dataset cannot be loaded: {message_line(error)}") from error
     return _only_split(dataset, str(path), "/")
 
 
@@ -198,7 +198,7 @@ def _load_from_hub(place: str, parts: re.Match[str]) -> Any:
         dataset = datasets.load_dataset(parts["name"], parts["config"], split=parts["split"])
     except Exception as error:
         raise CorpusError(
-            f"{place}: there is no such file, and no such dataset could be loaded from the hub: {_first_line(error)}"
+            f"{place}: there is no such file, and no such dataset could be loaded from the hub: {message_line(error)}"
         ) from error
     return _only_split(dataset, place, ":")
 
@@ -224,8 +224,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

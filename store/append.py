@@ -6,6 +6,7 @@ cache, is valid until the new manifest takes its place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,23 @@ def check_same_settings(old: Identity, new: Identity, cache: Path) -> None:
     """
     differences = replace(new, corpus=old.corpus, appended=old.appended).differences(old)
     if differences:
-        name, ours, theirs = differences[0]
-        more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
         raise CacheMismatch(
-            f"{cache}: cannot be extended: {name} is {short(theirs)} there, {short(ours)} now{more}; give the settings "
-            "and the target it was made with, or another --out without --append"
+            f"{cache}: cannot be extended: {name_differences(differences)}; give the settings and the target it was "
+            "made with, or another --out without --append"
         )
 
 
-def short(value: object) -> str:
-    """Return a value as text for a message."""
+def name_differences(differences: Sequence[tuple[str, object, object]]) -> str:
+    """Return what differs between two identities, for a message: the first field with both values, the others' names.
+
+    differences: (field, value now, value in the cache), at least one.
+    """
+    name, ours, theirs = differences[0]
+    more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
+    return f"{name} is {_short(theirs)} there, {_short(ours)} now{more}"
+
+
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -7,7 +7,6 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ... An object appears whole or
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from ..errors import CacheCorrupt, CacheMissing, ConfigError, DflashError
-from .layout import TEMP_PREFIX
+from ..errors import CacheCorrupt, CacheMissing, ConfigError, DflashError, message_line
+from .durable import temporary_name
 
 SCHEMES = ("s3", "gs", "file")
 STREAM_BYTES = 2**22
@@ -25,11 +24,6 @@ STREAM_BYTES = 2**22
 def is_url(place: object) -> bool:
     """Tell whether a cache's place is a URL and not a folder."""
     return isinstance(place, str) and "://" in place
-
-
-def temporary_name(name: str) -> str:
-    """Return a name to write a file under before it is renamed."""
-    return f"{TEMP_PREFIX}{name}-{secrets.token_hex(4)}"
 
 
 class Bucket:
@@ -62,7 +56,7 @@ class Bucket:
             options: Any = {"mkdir": create} if local else {}
             self._store: Any = from_url(self.url, **options)
         except (obstore.exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"{url}: {_first_line(error)}") from error
+            raise ConfigError(f"{url}: {message_line(error)}") from error
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, or None where there is none."""
@@ -123,7 +117,7 @@ class Bucket:
         try:
             self._obstore.put(self._store, name, content)
         except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise DflashError(f"{self.url}/{name}: cannot be written: {_first_line(error)}") from error
+            raise DflashError(f"{self.url}/{name}: cannot be written: {message_line(error)}") from error
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -134,8 +128,4 @@ class Bucket:
         except FileNotFoundError as error:
             raise CacheMissing(f"{self.url}/{name}: there is no such object") from error
         except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise CacheMissing(f"{self.url}/{name}: cannot be read: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CacheMissing(f"{self.url}/{name}: cannot be read: {message_line(error)}") from error

@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,9 +46,14 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def temporary_name(name: str) -> str:
+    """Return a name beside `name` to write under before it is renamed."""
+    return f"{TEMP_PREFIX}{name}-{secrets.token_hex(4)}"
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that, whatever happens, the path holds the old content or the new, never a part."""
-    temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    temporary = path.with_name(temporary_name(path.name))
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -63,7 +68,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def make_temporary_dir(parent: Path, name: str) -> Path:
     """Make a folder beside its final place, with the permissions of any other folder (not mkdtemp's 0700)."""
-    directory = parent / f"{TEMP_PREFIX}{name}-{secrets.token_hex(4)}"
+    directory = parent / temporary_name(name)
     directory.mkdir()
     return directory
 
@@ -79,6 +84,23 @@ def commit_dir(temporary: Path, final: Path) -> None:
     fsync_path(temporary)
     temporary.rename(final)
     fsync_path(final.parent)
+
+
+@contextmanager
+def filling_dir(final: Path, commit: Callable[[Path, Path], None]) -> Iterator[Path]:
+    """Give a folder beside `final` to fill, and commit it there at the end; after an error nothing of it is left.
+
+    Args:
+        final: where the folder shall be.
+        commit: `commit_dir`, or what else puts (temporary, final) in place.
+    """
+    temporary = make_temporary_dir(final.parent, final.name)
+    try:
+        yield temporary
+        commit(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def remove_stale(parent: Path, name: str = "") -> None:

@@ -6,7 +6,6 @@ manifest has another record than the manifest says, unless it is the same to the
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +14,15 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import DflashError
-from .durable import commit_dir, explained, fsync_path, make_temporary_dir, remove_stale, write_atomic
+from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale, temporary_name
 from .head import TargetHead, write_head
-from .layout import LOCK, SHARDS, TARGET, TEMP_PREFIX, plan_file, shard_dir, shard_name, stats_file
+from .layout import LOCK, SHARDS, TARGET, shard_dir
 from .manifest import Manifest, build_manifest, write_manifest
 from .plan import Plan
-from .record import ShardRecord, digest_file, record_files, write_record
+from .record import ShardRecord, record_files, write_record
 from .rows import Row
 from .shard import order_rows, write_shard_files
-from .stats import add_sums, read_sums, sums_bytes
+from .stats import write_totals
 
 
 @contextmanager
@@ -61,28 +60,17 @@ def replace_shard(
     ordered = order_rows(plan, shard, rows, dropped)
     with explained(cache):
         (cache / SHARDS).mkdir(exist_ok=True)
-        temporary = make_temporary_dir(cache / SHARDS, shard_name(shard))
-        try:
+        with filling_dir(shard_dir(cache, shard), _swap_dir) as temporary:
             record = write_shard_files(temporary, plan, shard, ordered, dropped)
             write_record(temporary, record)
-            _swap_dir(temporary, shard_dir(cache, shard))
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
     return record
 
 
 def replace_target(cache: Path, head: TargetHead, target_files: Callable[[Path], None]) -> None:
     """Write the target's head, config and tokenizer again."""
-    with explained(cache):
-        temporary = make_temporary_dir(cache, TARGET)
-        try:
-            write_head(temporary, head)
-            target_files(temporary)
-            _swap_dir(temporary, cache / TARGET)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with explained(cache), filling_dir(cache / TARGET, _swap_dir) as temporary:
+        write_head(temporary, head)
+        target_files(temporary)
 
 
 def replace_manifest(
@@ -98,14 +86,9 @@ def replace_manifest(
         versions: of the packages that made the new shards, where any differs from the old record.
     """
     shards = tuple(records.get(record.shard, record) for record in old.shards)
-    layer_ids, hidden = plan.identity.layer_ids, plan.hidden_size
-    stored = [record.shard for record in shards if record.num_rows]
-    sums = add_sums([read_sums(shard_dir(cache, shard), layer_ids, hidden) for shard in stored])
     with explained(cache):
-        plan_name, stats_name = plan_file(old.generation), stats_file(old.generation)
-        write_atomic(cache / stats_name, sums_bytes(sums))
         files = {f"{TARGET}/{name}": record for name, record in record_files(cache / TARGET).items()}
-        files |= {name: digest_file(cache / name) for name in (plan_name, stats_name)}
+        files |= write_totals(cache, plan, shards)
         same = shards == old.shards
         parents = old.parents if same else (*old.parents, old.fingerprint)
         manifest = build_manifest(plan, shards, files, old.versions if same else versions, parents)
@@ -115,7 +98,7 @@ def replace_manifest(
 
 def _swap_dir(temporary: Path, final: Path) -> None:
     """Commit a folder to its place; what was there is moved aside first and removed afterwards."""
-    aside = final.with_name(f"{TEMP_PREFIX}old-{final.name}-{secrets.token_hex(4)}")
+    aside = final.with_name(temporary_name(f"old-{final.name}"))
     if final.is_symlink() or final.is_file():
         final.unlink()
     moved = final.exists()

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CacheIncomplete, CacheMissing, DflashError
-from .bucket import Bucket, is_url, temporary_name
+from .bucket import Bucket, is_url
+from .durable import temporary_name
 from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, safe_join, shard_dir
 
 MIRROR_BYTES = 16 * 2**30

@@ -7,6 +7,7 @@ machine's vectors: equal states give equal bytes. Values that are not finite are
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from ..errors import CacheCorrupt, CacheMissing
 from .decode import Array
-from .layout import STATS, file_size
-from .record import LayerStats
+from .durable import write_atomic
+from .layout import STATS, file_size, plan_file, shard_dir, stats_file
+from .plan import Plan
+from .record import FileRecord, LayerStats, ShardRecord, digest_file
 
 FloatArray = NDArray[np.float64]
 BLOCK_TOKENS = 64  # a block of float64 stays in the processor's cache: 0.8 GB/s of bfloat16, 0.2 with 1,024
@@ -122,6 +125,15 @@ def add_sums(parts: list[dict[int, ChannelSums]]) -> dict[int, ChannelSums]:
         )
         for layer in parts[0]
     }
+
+
+def write_totals(cache: Path, plan: Plan, records: Sequence[ShardRecord]) -> dict[str, FileRecord]:
+    """Write the statistics of a whole cache, the sums of its shards'; return that file's record and the plan's."""
+    generation, layer_ids = plan.identity.generation, plan.identity.layer_ids
+    stored = [record.shard for record in records if record.num_rows]
+    sums = add_sums([read_sums(shard_dir(cache, shard), layer_ids, plan.hidden_size) for shard in stored])
+    write_atomic(cache / stats_file(generation), sums_bytes(sums))
+    return {name: digest_file(cache / name) for name in (plan_file(generation), stats_file(generation))}
 
 
 def channel_rms(sums: ChannelSums, num_tokens: int) -> Tensor:

@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, TargetError
-from .append import check_extends, short
+from .append import check_extends, name_differences
 from .claims import Claims, exclusive
 from .codecs import check_codec
-from .durable import commit_dir, explained, fsync_path, make_temporary_dir, remove_stale, write_atomic
+from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale
 from .head import TargetHead, write_head
 from .identity import Identity
 from .layout import (
@@ -33,14 +33,13 @@ from .layout import (
     plan_file,
     shard_dir,
     shard_name,
-    stats_file,
 )
 from .manifest import Manifest, build_manifest, check_manifest, read_manifest, write_manifest
 from .plan import Plan, read_plan, write_plan
-from .record import ShardRecord, check_size, digest_file, read_record, record_files, write_record
+from .record import ShardRecord, check_size, read_record, record_files, write_record
 from .rows import Row
 from .shard import order_rows, write_shard_files
-from .stats import add_sums, read_sums, sums_bytes
+from .stats import write_totals
 
 POLL_SECONDS = 0.2
 
@@ -171,14 +170,9 @@ class CacheWriter:
             self._claims.release(shard)
 
     def _commit(self, shard: int, rows: list[Row], dropped: Mapping[str, list[str]]) -> ShardRecord:
-        temporary = make_temporary_dir(self.path / SHARDS, shard_name(shard))
-        try:
+        with filling_dir(shard_dir(self.path, shard), commit_dir) as temporary:
             record = write_shard_files(temporary, self.plan, shard, rows, dropped)
             write_record(temporary, record)
-            commit_dir(temporary, shard_dir(self.path, shard))
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         return record
 
     def finish(self) -> Manifest:
@@ -208,17 +202,12 @@ class CacheWriter:
                 f"{self.path}: every one of the {self.plan.num_rows} rows was dropped ({', '.join(reasons)}); "
                 "the target's states are unusable in this dtype"
             )
-        layer_ids, hidden = self.plan.identity.layer_ids, self.plan.hidden_size
-        stored = [record.shard for record in records if record.num_rows]
-        sums = add_sums([read_sums(shard_dir(self.path, shard), layer_ids, hidden) for shard in stored])
-        generation = self.plan.identity.generation
-        write_atomic(self.path / stats_file(generation), sums_bytes(sums))
         if self._extended is None:
             files = {f"{TARGET}/{name}": record for name, record in record_files(self.path / TARGET).items()}
         else:
             files = {name: file for name, file in self._extended.files.items() if name.startswith(f"{TARGET}/")}
         parents = self._extended.parents if self._extended else ()
-        files |= {name: digest_file(self.path / name) for name in (plan_file(generation), stats_file(generation))}
+        files |= write_totals(self.path, self.plan, records)
         manifest = build_manifest(self.plan, records, files, self.versions, parents)
         write_manifest(self.path, manifest)
         return manifest
@@ -271,8 +260,6 @@ class CacheWriter:
         differences = self.plan.identity.differences(found)
         if not differences:
             return
-        name, ours, theirs = differences[0]
-        more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
         remedy = "use another --out, or delete that folder"
         if self._extended is not None:
             unfinished = ", ".join(file.name for file in found.corpus[-found.appended[-1] :])
@@ -280,12 +267,9 @@ class CacheWriter:
                 f"finish the extension by {unfinished} that was begun there, or delete "
                 f"{self.path / plan_file(found.generation)} to give it up"
             )
-        elif name == "corpus":
+        elif differences[0][0] == "corpus":
             remedy += "; --append extends a finished cache by new files"
-        raise CacheMismatch(
-            f"{self.path}: holds a cache of other inputs: {name} is {short(theirs)} there, {short(ours)} now{more}; "
-            f"{remedy}"
-        )
+        raise CacheMismatch(f"{self.path}: holds a cache of other inputs: {name_differences(differences)}; {remedy}")
 
     def _remove_shards_from(self, first: int) -> None:
         """Remove shards of an extension that was given up."""
@@ -298,14 +282,9 @@ class CacheWriter:
         final = self.path / TARGET
         if final.is_dir():
             return
-        temporary = make_temporary_dir(self.path, TARGET)
-        try:
+        with filling_dir(final, commit_dir) as temporary:
             write_head(temporary, head)
             target_files(temporary)
-            commit_dir(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
     def _take_stock(self) -> None:
         """Find the shards that are there."""

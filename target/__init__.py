@@ -5,7 +5,7 @@ from __future__ import annotations
 from .capture import Capture, capture
 from .describe import TargetConfig, TargetDescription, describe_target
 from .layers import check_layer_ids, default_layer_ids, parse_layer_ids
-from .loading import Target, load_target
+from .loading import Target, end_tokens, load_target
 
 __all__ = [
     "Capture",
@@ -16,6 +16,7 @@ __all__ = [
     "check_layer_ids",
     "default_layer_ids",
     "describe_target",
+    "end_tokens",
     "load_target",
     "parse_layer_ids",
 ]

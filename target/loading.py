@@ -21,7 +21,7 @@ from .norm import EffectiveNorm, effective_norm
 from .parts import Parts, find_parts
 from .selftest import check_target
 
-__all__ = ["Target", "TargetConfig", "load_target"]
+__all__ = ["Target", "TargetConfig", "end_tokens", "load_target"]
 
 SELF_TEST_TEXT = "The quick brown fox, aged 12, jumps over 34 lazy dogs; then it sleeps."
 SELF_TEST_TOKENS = 16
@@ -234,3 +234,12 @@ def _self_test_ids(description: TargetDescription) -> list[int]:
     ids = description.tokenizer(SELF_TEST_TEXT, add_special_tokens=False)["input_ids"]
     valid = [int(i) for i in ids if int(i) < description.vocab_size][:SELF_TEST_TOKENS]
     return valid or [i % description.vocab_size for i in range(SELF_TEST_TOKENS)]
+
+
+def end_tokens(target: Target) -> frozenset[int]:
+    """Return the tokens that end a reply: those of the generation configuration, else the tokenizer's."""
+    generation = getattr(target.model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    ids = [found] if isinstance(found, int) else list(found or [])
+    own = target.tokenizer.eos_token_id
+    return frozenset(ids or ([] if own is None else [own]))

@@ -9,8 +9,9 @@ So a corpus file is a prompts file too: what it holds of completions is not read
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,7 @@ def read_prompts(
     found = Prompts()
     lines_by_id: dict[str, int] = {}
     with path.open("rb") as file:
-        for line, data in enumerate(file, 1):
-            content = data.removeprefix(b"\xef\xbb\xbf") if line == 1 else data
-            if not content.strip():
-                continue
+        for line, content in numbered_lines(file):
             if limit is not None and len(found.prompts) >= limit:
                 break
             try:
@@ -110,6 +108,14 @@ def read_prompts(
     if not found.prompts:
         raise CorpusError("; ".join([f"{path}: no usable prompt", *found.notices(path)]))
     return found
+
+
+def numbered_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a JSON-lines file that are not blank, numbered from 1, without a byte order mark."""
+    for number, data in enumerate(file, 1):
+        line = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
+        if line.strip():
+            yield number, line
 
 
 def _prompt(data: bytes, default_id: str, tokenizer: Any | None, place: str) -> Prompt:

@@ -120,6 +120,7 @@ def _train(
     heldout = HeldOut(cache, config, trainer.head)
     clock = Clock(config, step)
     metrics: dict[str, Any] = {"loss": float("nan")}
+    stopped = False
     table = training_rows(cache, config.recipe.heldout_share)
     reading = open_steps(
         cache,
@@ -131,7 +132,7 @@ def _train(
         num_ranks=ranks.size,
     )
     with reading as steps, _tracking(options, config, ranks, step) as tracker, _sigterm() as stopping:
-        while step < config.steps and not clock.stopped:
+        while step < config.steps and not stopped:
             with clock.waiting():
                 packs = next(steps)
             weight, stop, save = ranks.sums(
@@ -145,14 +146,14 @@ def _train(
                 metrics = trainer.step(packs, step, weight)
             step += 1
             clock.count(metrics)
-            clock.stopped = bool(stop) or (ranks.size == 1 and stopping.is_set())
+            stopped = bool(stop) or (ranks.size == 1 and stopping.is_set())
             last = step == config.steps
             if last or step % config.eval_every == 0:
                 _measure(trainer, heldout, metrics)
             if ranks.is_first:
                 folder.append_metrics({"step": step, **metrics})
                 tracker.log(numbers(metrics), step)
-            if last or save or clock.stopped or step % config.checkpoint_every == 0:
+            if last or save or stopped or step % config.checkpoint_every == 0:
                 _save(trainer, cache, options.out, step)
                 clock.saved()
             if last or "heldout" in metrics or clock.line_due():

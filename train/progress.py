@@ -18,7 +18,6 @@ class Clock:
 
     def __init__(self, config: ResolvedConfig, first_step: int) -> None:
         self.wait_seconds = self.step_seconds = 0.0
-        self.stopped = False
         self._steps, self._first_step = config.steps, first_step
         self._checkpoint_seconds = config.recipe.checkpoint_minutes * 60
         self._tokens = 0

@@ -65,7 +65,7 @@ def test_a_pack_counts_what_a_slow_walk_counts(
     chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dflash_pipeline.evaluate.measure.CHUNK_BLOCK_TOKENS", chunk)
+    monkeypatch.setattr("dflash_pipeline.drafter.draft.CHUNK_BLOCK_TOKENS", chunk)
     found = measure_pack(drafter, FrozenHead.of(head, drafter.fc.weight), rows)
     hits, totals = Counter[int](), Counter[int]()
     for walk, (slow_walk, row_hits, row_totals) in zip(found.walks, slow, strict=True):
