@@ -4,7 +4,8 @@
 
 Prints one JSON line: seconds of a step (median of the runs), peak memory of the process in bytes, the useful FLOPs of
 a step and the machine's matmul peak, measured in the same process. Full-vocabulary hard cross entropy on given labels,
-all B-1 drafted slots of every anchor supervised. Useful FLOPs: 2 per multiply-add of fc and K/V of the context tokens,
+all B-1 drafted slots of every anchor supervised. Embeddings and head are one tensor, as in the target of these sizes
+(SmolLM2). Useful FLOPs: 2 per multiply-add of fc and K/V of the context tokens,
 projections and MLP of the block tokens, attention over each query's visible keys and the head on the supervised slots;
 times 3 for what is trained (forward, gradient of input, gradient of weights), times 2 for the frozen head.
 `step.py` compares this with a peer, `scale.py` varies the sizes.
@@ -28,9 +29,10 @@ from dflash_pipeline.drafter.attention import segment_attention
 from dflash_pipeline.drafter.config import DrafterConfig
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.drafter.model import DFlashDrafter, init_weights
+from dflash_pipeline.train.forward import TrainingForward
 from dflash_pipeline.train.loss import weighted_loss
 from dflash_pipeline.train.optimizer import step_in_channel_units
-from dflash_pipeline.train.step import TrainingForward
+from dflash_pipeline.train.step import StepInput
 
 CONTEXT_LAYERS = (1, 8, 14, 20, 27)
 
@@ -58,10 +60,11 @@ class Step:
         generator = torch.Generator().manual_seed(0)
         self.model = DFlashDrafter(config)
         init_weights(self.model, generator)
-        self.forward = TrainingForward(self.model)
-        self.head_VH = (torch.randn(args.vocab, args.hidden, generator=generator) * 0.05).to(self.dtype)
+        self.forward = TrainingForward(self.model, precision=args.dtype)
+        self.embed_VH = torch.randn(args.vocab, args.hidden, generator=generator).mul_(0.05)
+        self.head_VH = self.embed_VH.to(self.dtype)
         self.states_TC = torch.randn(args.tokens, len(CONTEXT_LAYERS) * args.hidden, generator=generator)
-        self.embeds = torch.randn(args.anchors * args.block, args.hidden, generator=generator) * 0.1
+        self.block_tokens_AB = torch.randint(0, args.vocab, (args.anchors, args.block), generator=generator)
         places = np.random.default_rng(0).choice(args.tokens - args.block + 1, args.anchors, replace=False)
         self.anchors = sorted(places.tolist())
         self.slots_N = torch.arange(args.anchors * args.block).view(args.anchors, -1)[:, 1:].flatten()
@@ -81,10 +84,18 @@ class Step:
 
     def run(self) -> float:
         """Forward and backward; return the loss."""
-        with self.autocast():
-            hidden = self.forward(self.states_TC, self.embeds, self.layout())
-        loss = self.loss(hidden[self.slots_N].float())
-        loss.backward()  # type: ignore[no-untyped-call]
+        given = StepInput(
+            layout=self.layout(),
+            states_TC=self.states_TC,
+            block_tokens_AB=self.block_tokens_AB,
+            slots_N=self.slots_N,
+            labels_N=self.labels_N,
+            weights_N=self.weights_N,
+            teacher_NH=None,
+        )
+        total, _ = self.forward(given, self.embed_VH, self.head_VH)
+        loss = total / self.weights_N.sum()
+        loss.backward()
         return loss.item()
 
     def useful_flops(self) -> dict[str, float]:
@@ -116,7 +127,7 @@ class Step:
             torch.autograd.backward([t for pair in out for t in pair], [torch.ones_like(t) for p in out for t in p])
 
         def layers(mlp: bool) -> None:
-            x = self.embeds.clone().requires_grad_()
+            x = self.embed_VH[self.block_tokens_AB.flatten()].requires_grad_()
             cos_sin = model._rotary(layout.slot_positions(self.args.block), x)
             with self.autocast():
                 for layer, key_value in zip(model._attention_layers(), key_values, strict=True):

@@ -22,9 +22,10 @@ from .layout import PackLayout
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-TILE_QUERIES = 64
+TILE_QUERIES = 128
 """Block tokens of one tile of the CPU path: enough for a fast matrix product, few enough that a tile's masked part
-stays small. Of 64, 128 and 256, 64 was the fastest at 64 anchors of 8 and of 16 over 1,024 tokens (one core)."""
+stays small. Of 32, 64, 128 and 256, 128 was the fastest at 256 anchors of 16 over 2,048 tokens (93% of the time of 64)
+and as fast as 64 at 64 anchors of 8 and of 16 over 1,024 (two cores, float32)."""
 
 
 def dense_mask(layout: PackLayout, block_size: int, window: int | None) -> Tensor:

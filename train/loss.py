@@ -27,7 +27,7 @@ def weighted_loss(
     teacher_NH: Tensor | None = None,
     kl_weight: float = 0.0,
     kl_temperature: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weight times loss, hits): hard cross entropy, or a mixture with soft KL to a teacher.
 
@@ -42,14 +42,14 @@ def weighted_loss(
         teacher_NH: states that give the teacher's logits through the same head; needed when kl_weight > 0.
         kl_weight: share of the soft loss.
         kl_temperature: T.
-        chunk_bytes: largest size of one chunk of logits.
+        chunk_bytes: largest size of one chunk of logits, CHUNK_BYTES if None.
 
     Returns:
         The weighted sum (float32 scalar, differentiable in `hidden_NH`) and hits [N] bool: no logit was larger than
         the label's.
     """
     loss, hits = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, labels_N, weights_N, teacher_NH, kl_weight, kl_temperature, chunk_bytes
+        hidden_NH, head_VH, labels_N, weights_N, teacher_NH, kl_weight, kl_temperature, chunk_bytes or CHUNK_BYTES
     )
     return loss, hits
 
@@ -69,6 +69,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = chunk_bytes // (4 * len(head_VH))
         rows = max(1, rows // 16 * 16 or rows)
+        rows = -(-len(hidden_NH) // -(-max(1, len(hidden_NH)) // rows)) or rows  # equal chunks
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         grad_NH = torch.zeros_like(hidden_NH)
         hits_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)

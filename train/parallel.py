@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..drafter.device import choose_device
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -112,17 +114,27 @@ def gradient_sync(forward: nn.Module, last: bool) -> AbstractContextManager[Any]
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, gathered over the ranks where it is sharded; every rank must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor that is sharded over its first axis, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
     """Return `value`, whole on every rank, on the device of `parameter` and sharded as it is."""
     value = value.to(parameter.device)
-    if isinstance(parameter, DTensor):
+    if _is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (slow import, many devices only)
+
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
     return value
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (0.8 s to import, many devices only)
+
+    return isinstance(tensor, DTensor)

@@ -1,4 +1,4 @@
-"""One forward pass of training: from a pack to the loss.
+"""What one step of training is given: a pack on its device, with noise and labels.
 
 Axes: T tokens of the pack, C = K*H context channels, A anchors, B block, N supervised slots, H hidden.
 """
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..drafter.layout import PackLayout
-from ..drafter.model import DFlashDrafter
 from ..store import TargetHead
 from .config import ResolvedConfig
 from .data import Pack
-from .loss import weighted_loss
 from .noise import add_noise, noise_scale_at
 
 LABEL_CHUNK_ROWS = 256
@@ -27,7 +25,8 @@ _LABEL_NOISE_SEED = 7_919
 class StepInput:
     """A pack on its device, noise and labels applied.
 
-    `states_TC` float32; `block_tokens_AB` int64; `slots_N` int64 flat index a * B + k of each supervised slot;
+    `states_TC` float32; `block_tokens_AB` int64; `slots_N` int64 flat index a * B + k of each supervised slot,
+    ascending;
     `teacher_NH` the label states after the target's norm, where labels come from a state.
     """
 
@@ -103,40 +102,3 @@ def most_likely(normed_NH: Tensor, head: TargetHead) -> Tensor:
     chunks = torch.split(normed_NH, LABEL_CHUNK_ROWS)
     parts = [(part @ head.head_weight.T).argmax(1) for part in chunks]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=normed_NH.device)
-
-
-class TrainingForward(nn.Module):
-    """The drafter from states to hidden states in one call, as wrappers for many devices want it."""
-
-    def __init__(self, model: DFlashDrafter) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, states_TC: Tensor, block_embeds: Tensor, layout: PackLayout) -> Tensor:
-        """Return the final hidden states [A*B, H]."""
-        out: Tensor = self.model(block_embeds, self.model.context_features(states_TC), layout)
-        return out
-
-
-def training_loss(
-    forward: nn.Module, given: StepInput, embed_VH: Tensor, head_VH: Tensor, config: ResolvedConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the loss over a pack's supervised slots, and hits [N] bool.
-
-    `forward` is a `TrainingForward`, wrapped or not. `embed_VH` and `head_VH` are the target's, the head in the dtype
-    that its products shall be computed in. The caller divides by the weights of the whole step.
-    """
-    device = given.states_TC.device
-    block_embeds = F.embedding(given.block_tokens_AB.flatten(), embed_VH)
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-        hidden = forward(given.states_TC, block_embeds, given.layout)
-    supervised_NH = hidden[given.slots_N].float()
-    return weighted_loss(
-        supervised_NH,
-        head_VH,
-        given.labels_N,
-        given.weights_N,
-        teacher_NH=given.teacher_NH,
-        kl_weight=config.recipe.kl_weight,
-        kl_temperature=config.recipe.kl_temperature,
-    )

@@ -16,9 +16,10 @@ from ..store import CacheReader, TargetHead
 from .checkpoint import list_checkpoints, read_checkpoint
 from .config import ResolvedConfig
 from .data import Pack
+from .forward import TrainingForward
 from .optimizer import build_optimizer, channel_scale, learning_rate, restore_moments, step_in_channel_units
 from .parallel import Ranks, gradient_sync, spread, whole
-from .step import StepInput, TrainingForward, training_loss
+from .step import StepInput
 
 
 class Trainer:
@@ -37,7 +38,14 @@ class Trainer:
         checkpoints = list_checkpoints(run)
         self.first_step, moments = read_checkpoint(checkpoints[-1], self.model) if checkpoints else (0, {})
         self.model.to(ranks.device)
-        self.forward = spread(TrainingForward(self.model), ranks, config.recipe.shard)
+        recipe = config.recipe
+        forward = TrainingForward(
+            self.model,
+            precision=config.precision,
+            kl_weight=recipe.kl_weight,
+            kl_temperature=recipe.kl_temperature,
+        )
+        self.forward = spread(forward, ranks, recipe.shard)
         self.channel_scale = channel_scale(self.context_rms).to(ranks.device)
         self.optimizer = build_optimizer(self.model, config)
         if checkpoints:
@@ -64,7 +72,7 @@ class Trainer:
                 pack, self.config, self.head, step, self.context_rms, self.label_rms, self.ranks.device
             )
             with gradient_sync(self.forward, last=number == len(packs) - 1):
-                loss, hits = training_loss(self.forward, given, self.head.embed_tokens, self.loss_head, self.config)
+                loss, hits = self.forward(given, self.head.embed_tokens, self.loss_head)
                 (loss * (self.ranks.size / total_weight)).backward()  # type: ignore[no-untyped-call]
             counts.add(pack, loss.item() / total_weight, hits.cpu())
         values = self.ranks.sums(counts.values)

@@ -10,8 +10,9 @@ import torch
 from dflash_pipeline.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_pipeline.drafter.layout import PackLayout
 from dflash_pipeline.drafter.model import DFlashDrafter, init_weights
-from dflash_pipeline.train.loss import weighted_loss
-from dflash_pipeline.train.step import TrainingForward
+from dflash_pipeline.train import forward, loss
+from dflash_pipeline.train.forward import TrainingForward
+from dflash_pipeline.train.step import StepInput
 
 VOCAB, HIDDEN, BLOCK = 97, 64, 4
 CASES = {
@@ -55,7 +56,8 @@ def gradients(
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     layout = PackLayout(offsets, torch.tensor(anchors, dtype=torch.int64))
     states = torch.randn(int(offsets[-1]), 2 * HIDDEN, generator=generator)
-    embeds = torch.randn(len(anchors) * BLOCK, HIDDEN, generator=generator)
+    embed = torch.randn(VOCAB, HIDDEN, generator=generator)
+    blocks = torch.randint(VOCAB, (len(anchors), BLOCK), generator=generator)
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3
     ends = offsets[layout.rows + 1]
     inside = (layout.anchors[:, None] + torch.arange(BLOCK) < ends[:, None]) & (torch.arange(BLOCK) > 0)
@@ -64,16 +66,33 @@ def gradients(
     weights = torch.exp(-(slots % BLOCK - 1).float() / 4)
     model = make(kinds, kv_heads)
     if fast:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            hidden = TrainingForward(model)(states, embeds, layout)
-        loss, _ = weighted_loss(hidden[slots].float(), head.to(dtype), labels, weights, chunk_bytes=VOCAB * 4 * 3)
+        given = StepInput(
+            layout=layout,
+            states_TC=states,
+            block_tokens_AB=blocks,
+            slots_N=slots,
+            labels_N=labels,
+            weights_N=weights,
+            teacher_NH=None,
+        )
+        precision = str(dtype).removeprefix("torch.")
+        total, _ = TrainingForward(model, precision=precision)(given, embed, head.to(dtype))
     else:
         model = copy.deepcopy(model).double()
-        hidden = model(embeds.double(), model.context_features(states.double()), layout, attention="plain")
+        hidden = model(
+            embed[blocks].double().flatten(0, 1), model.context_features(states.double()), layout, attention="plain"
+        )
         nll = torch.nn.functional.cross_entropy(hidden[slots] @ head.double().T, labels, reduction="none")
-        loss = (nll * weights).sum()
-    loss.backward()
+        total = (nll * weights).sum()
+    total.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of blocks, and of logits, in every case but the smallest."""
+    monkeypatch.setitem(forward.CHUNK_BLOCK_TOKENS, "cpu", 3 * BLOCK)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", VOCAB * 4 * 2)
 
 
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["f32", "bf16"])

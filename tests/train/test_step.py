@@ -15,9 +15,10 @@ from dflash_pipeline.store import CacheReader, TargetHead, open_cache
 from dflash_pipeline.train.config import ResolvedConfig
 from dflash_pipeline.train.data import Pack, build_pack, open_steps
 from dflash_pipeline.train.facts import resolve_for, training_rows
+from dflash_pipeline.train.forward import TrainingForward
 from dflash_pipeline.train.recipes import load_recipe
 from dflash_pipeline.train.sampling import PackSpec
-from dflash_pipeline.train.step import StepInput, TrainingForward, training_loss
+from dflash_pipeline.train.step import StepInput
 
 CPU = torch.device("cpu")
 SMALL = ["anchors_per_pack=12", "pack_tokens=400", "num_layers=2", "steps=10"]
@@ -92,9 +93,7 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(cache: CacheReader, 
     expected = reference_loss(bench, pack, plain, given.labels_N)
     expected.backward()
     model = bench.model()
-    total, _ = training_loss(
-        TrainingForward(model), given, bench.head.embed_tokens, bench.head.head_weight, bench.config
-    )
+    total, _ = TrainingForward(model)(given, bench.head.embed_tokens, bench.head.head_weight)
     loss = total / given.weights_N.sum()
     loss.backward()
     assert abs(loss.item() - expected.item()) / expected.item() < 1e-5
@@ -161,7 +160,9 @@ def test_bug_soft_kl_changes_the_loss_and_the_weights_alone(cache: CacheReader) 
     model = bug.model()
     hidden, head = [], bug.head
     model.norm.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
-    total, _ = training_loss(TrainingForward(model), given, head.embed_tokens, head.head_weight, bug.config)
+    recipe = bug.config.recipe
+    forward = TrainingForward(model, kl_weight=recipe.kl_weight, kl_temperature=recipe.kl_temperature)
+    total, _ = forward(given, head.embed_tokens, head.head_weight)
     loss = total / given.weights_N.sum()
     logits = hidden[0][given.slots_N] @ head.head_weight.T
     p = (given.teacher_NH @ head.head_weight.T / 2).softmax(1)
