@@ -5,6 +5,9 @@ TORCH ?= torch>=2.9
 VENV := .venv
 BIN := $(VENV)/bin
 TYPECHECK := .typecheck
+# Two test processes of one thread each; JOBS=4 on a larger machine.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 .PHONY: demo test kill-test lint fuzz install clean
 
@@ -12,10 +15,10 @@ demo: install
 	$(BIN)/dflash demo --out demo
 
 test: install lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST) --dist loadfile
 
 fuzz: install
-	DFLASH_FUZZ=full $(BIN)/python -m pytest -q tests/store/test_damage.py tests/store/test_fuzz.py
+	DFLASH_FUZZ=full $(PYTEST) tests/store/test_damage.py tests/store/test_fuzz.py
 
 kill-test: install
 	$(BIN)/python -m pytest -q tests/extract/test_kills.py --kills 20
