@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +14,8 @@ from .layout import MAX_JSON_BYTES, file_size
 
 DIGEST_HEX = 32
 MAX_NUMBER = 2.0**128
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 
 
 def canonical_bytes(value: object) -> bytes:
@@ -206,9 +209,9 @@ class Fields:
 
 def is_text(value: str) -> bool:
     """Tell whether UTF-8 can hold a string (JSON can spell lone surrogates, which it cannot)."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+    return value.isascii() or _LONE_SURROGATE.search(value) is None
 
 
 def is_hexadecimal(value: str, digits: int) -> bool:
     """Tell whether a string is exactly so many lower-case hexadecimal digits."""
-    return len(value) == digits and all(character in "0123456789abcdef" for character in value)
+    return len(value) == digits and _HEXADECIMAL.fullmatch(value) is not None
