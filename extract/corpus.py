@@ -109,13 +109,11 @@ def read_corpus(
         The rows, and every row that was left out.
 
     Raises:
-        CorpusError: a file is damaged or has no rows; two rows have the same id (which of the two is meant cannot be
-            told later on); an id lies outside the vocabulary; no row is usable; or, with `strict`, a row is not.
+        CorpusError: a file is damaged or has no rows; no row is usable; or, with `strict`, a row is not.
     """
     corpus = CorpusRows(files=tuple(source.file for source in sources))
     encoder = RowEncoder(tokenizer, vocab_size=vocab_size, max_length=max_length)
-    places: dict[str, str] = {}
-    seen: set[bytes] = set()
+    seen = _Seen()
     num_tokens = 0
     for source, stem in zip(sources, _stems(sources, earlier), strict=True):
         line = 0
@@ -126,15 +124,15 @@ def read_corpus(
                 if isinstance(value, RowProblem):
                     raise value
                 row = encoder.encode(value, f"{stem}:{line}", source.name, line)
+                content = seen.check(row)
             except RowProblem as problem:
                 _skip(corpus, Skip(file=source.name, line=line, reason=problem.reason, detail=problem.detail), strict)
                 continue
-            _check_unique(places, row.id, f"{source.place}:{line}")
             num_tokens += row.num_tokens
             if limit_tokens is not None and num_tokens > limit_tokens:
                 return _checked(corpus, f"the first row has {row.num_tokens} tokens, over the limit of {limit_tokens}")
             corpus.rows.append(row)
-            corpus.num_duplicates += _repeats(seen, row)
+            corpus.num_duplicates += seen.add(row, content)
         if line == 0:
             raise CorpusError(f"{source.place}: there are no rows in it")
     return _checked(corpus, f"none of the {len(corpus.skips)} rows is usable")
@@ -153,21 +151,31 @@ def _skip(corpus: CorpusRows, skip: Skip, strict: bool) -> None:
     corpus.skips.append(skip)
 
 
-def _check_unique(places: dict[str, str], row_id: str, place: str) -> None:
-    if row_id in places:
-        raise CorpusError(
-            f"row id {row_id!r} is used twice, at {places[row_id]} and at {place}: make the ids different, or leave "
-            "them out (rows are then named by file and line)"
-        )
-    places[row_id] = place
+class _Seen:
+    """The ids and the contents of the rows so far."""
 
+    def __init__(self) -> None:
+        self._by_id: dict[str, tuple[str, int, bytes]] = {}
+        self._contents: set[bytes] = set()
 
-def _repeats(seen: set[bytes], row: CorpusRow) -> bool:
-    """Tell whether a row has the tokens and the mask of an earlier one."""
-    digest = xxhash.xxh3_128_digest(row.input_ids.tobytes() + row.loss_mask.tobytes())
-    known = digest in seen
-    seen.add(digest)
-    return known
+    def check(self, row: CorpusRow) -> bytes:
+        """Return the digest of a row's tokens and mask. RowProblem: its id is taken; which row it means is unknown."""
+        content = xxhash.xxh3_128_digest(row.input_ids.tobytes() + row.loss_mask.tobytes())
+        if row.id in self._by_id:
+            file, line, earlier = self._by_id[row.id]
+            other = "" if content == earlier else ", other content"
+            raise RowProblem(
+                f"the id of an earlier row{other}",
+                f"{row.id!r} is at {file}:{line}; rows without an id are named by file and line",
+            )
+        return content
+
+    def add(self, row: CorpusRow, content: bytes) -> bool:
+        """Remember a row; tell whether its content is that of an earlier one."""
+        known = content in self._contents
+        self._by_id[row.id] = (row.file, row.line, content)
+        self._contents.add(content)
+        return known
 
 
 def _stems(sources: Sequence[Source], earlier: Sequence[str]) -> list[str]:

@@ -59,7 +59,8 @@ def run_repair(config: RepairConfig, progress: Progress | None = None, bar: Bar 
 
     Raises:
         ConfigError: something must be computed again, and the corpus or the target is not given.
-        CacheMismatch: corpus or target are not those of the cache; the message names the field.
+        CacheMismatch: corpus or target are not those of the cache, the message names the field; or another process
+            has changed the cache while it was verified.
         CacheMissing, CacheCorrupt: the manifest is gone or damaged: the same `dflash extract` builds it again.
         CorpusError, TargetError: they cannot be read.
 
@@ -68,8 +69,8 @@ def run_repair(config: RepairConfig, progress: Progress | None = None, bar: Bar 
     started = time.monotonic()
     progress = progress or SilentProgress()
     cache = config.cache.absolute()
-    found = verify(cache, bar=bar)
     manifest = read_manifest(cache)
+    found = verify(cache, bar=bar)
     result = {
         "cache": str(config.cache),
         "ok": True,
@@ -81,6 +82,8 @@ def run_repair(config: RepairConfig, progress: Progress | None = None, bar: Bar 
     }
     if not found["ok"]:
         with replacing(cache):
+            if read_manifest(cache) != manifest:
+                raise CacheMismatch(f"{cache}: another process has changed this cache meanwhile; run the repair again")
             repaired = _repair(config, cache, manifest, found["bad_shards"], found["bad_files"], progress)
         result["ok"] = verify(cache, bar=bar)["ok"]
         result["fingerprint"] = repaired.fingerprint

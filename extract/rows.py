@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CorpusError
 from ..store.plan import count_anchors
 from .chat import ChatEncoder, EncodedChat, Message, RowProblem
 from .messages import check_messages, from_conversations
@@ -81,14 +80,14 @@ class RowEncoder:
 
         Raises:
             RowProblem: the row cannot be used; the corpus goes on without it.
-            CorpusError: the whole corpus does not fit the target (no chat template, ids outside the vocabulary).
+            CorpusError: the whole corpus does not fit the target (no chat template).
         """
         if not isinstance(value, dict):
             raise RowProblem("not a JSON object", f"found {type(value).__name__}")
         value = {key: entry for key, entry in value.items() if entry is not None}
         row_id = _row_id(value, default_id)
         encoded = self._tokens(value)
-        self._check_vocabulary(encoded.ids, file, line)
+        self._check_vocabulary(encoded.ids)
         ids, mask, truncated = self._cut(encoded)
         return CorpusRow(
             id=row_id,
@@ -144,12 +143,12 @@ class RowEncoder:
             self._chat = ChatEncoder(self.tokenizer)
         return self._chat.encode(messages, tools)
 
-    def _check_vocabulary(self, ids: Sequence[int], file: str, line: int) -> None:
+    def _check_vocabulary(self, ids: Sequence[int]) -> None:
         worst = max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < self.vocab_size:
-            raise CorpusError(
-                f"{file}:{line}: token id {worst} is outside the target's vocabulary of {self.vocab_size}: the corpus "
-                "was made for another model, or with another tokenizer"
+            raise RowProblem(
+                "token id outside the vocabulary",
+                f"id {worst}, the target has 0 to {self.vocab_size - 1}: was the row made with another tokenizer?",
             )
 
     def _cut(self, encoded: EncodedChat) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool]:

@@ -22,7 +22,7 @@ WAIT_SECONDS = 600.0  # the longest anyone holds the cache's lock is while the t
 
 @contextmanager
 def exclusive(cache: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
-    """Hold the cache's lock, after waiting for it.
+    """Hold the cache's lock, after waiting for it; with 0 seconds, at once or not at all.
 
     Raises:
         DflashError: another process did not let go of it in that time.
@@ -31,10 +31,13 @@ def exclusive(cache: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]
     try:
         lock.acquire(timeout=wait_seconds)
     except Timeout:
-        raise DflashError(
-            f"{cache}: another process has held {cache / LOCK} for {wait_seconds:g} s, which beginning or finishing a "
-            "cache does not take: see whether it hangs, then run the same command again"
-        ) from None
+        doing = f"is writing this cache right now (it holds {cache / LOCK}): wait for it"
+        if wait_seconds:
+            doing = (
+                f"has held {cache / LOCK} for {wait_seconds:g} s, which beginning or finishing a cache does not take: "
+                "see whether it hangs"
+            )
+        raise DflashError(f"{cache}: another process {doing}, then run the same command again") from None
     try:
         yield
     finally:

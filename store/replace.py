@@ -6,17 +6,16 @@ manifest has another record than the manifest says, unless it is the same to the
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from ..errors import DflashError
+from .claims import Claims, exclusive
 from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale, temporary_name
 from .head import TargetHead, write_head
-from .layout import LOCK, SHARDS, TARGET, shard_dir
+from .layout import SHARDS, TARGET, TEMP_PREFIX, shard_dir, shard_name
 from .manifest import Manifest, build_manifest, write_manifest
 from .plan import Plan
 from .record import ShardRecord, record_files, write_record
@@ -24,28 +23,33 @@ from .rows import Row
 from .shard import order_rows, write_shard_files
 from .stats import write_totals
 
+OLD = "old-"
+"""Marks what stood in a place before."""
+STALE_SHARD = re.compile(rf"{re.escape(TEMP_PREFIX)}({OLD})?(?P<shard>[0-9]+)-")
+
 
 @contextmanager
 def replacing(cache: Path) -> Iterator[None]:
-    """Hold the cache's lock, and clear away what a killed repair left.
+    """Hold the cache's lock, and clear away what killed writers left.
 
     Raises:
         DflashError: another process holds the lock, or the folder may not be written.
     """
-    with explained(cache):
-        lock = FileLock(str(cache / LOCK))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise DflashError(
-                f"{cache}: another process is writing this cache right now (it holds {cache / LOCK}); wait for it"
-            ) from None
-        try:
-            remove_stale(cache)
-            remove_stale(cache / SHARDS)
-            yield
-        finally:
-            lock.release()
+    with explained(cache), exclusive(cache, wait_seconds=0):
+        remove_stale(cache)
+        _remove_stale_shards(cache)
+        yield
+
+
+def _remove_stale_shards(cache: Path) -> None:
+    """Remove what lies beside the places of shards, but for those that another writer holds: it is at work there."""
+    claims = Claims(cache)
+    found = (STALE_SHARD.match(path.name) for path in (cache / SHARDS).glob(f"{TEMP_PREFIX}*"))
+    for shard in sorted({int(name["shard"]) for name in found if name}):
+        if claims.take(shard):
+            remove_stale(cache / SHARDS, shard_name(shard))
+            remove_stale(cache / SHARDS, f"{OLD}{shard_name(shard)}")
+            claims.release(shard)
 
 
 def replace_shard(
@@ -98,7 +102,7 @@ def replace_manifest(
 
 def _swap_dir(temporary: Path, final: Path) -> None:
     """Commit a folder to its place; what was there is moved aside first and removed afterwards."""
-    aside = final.with_name(temporary_name(f"old-{final.name}"))
+    aside = final.with_name(temporary_name(f"{OLD}{final.name}"))
     if final.is_symlink() or final.is_file():
         final.unlink()
     moved = final.exists()

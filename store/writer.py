@@ -294,6 +294,8 @@ class CacheWriter:
             if finished.generation == self.plan.identity.generation:
                 check_manifest(self.path, finished, self.plan)
                 self._manifest = finished
+            elif self._extended is not None:
+                self._extended = finished  # it may have been repaired since
             for record in finished.shards:
                 for name, file in record.files.items():
                     check_size(shard_dir(self.path, record.shard), name, file)

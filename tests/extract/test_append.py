@@ -14,8 +14,10 @@ import torch
 
 from dflash_pipeline.errors import CacheIncomplete, CacheMismatch, CacheMissing
 from dflash_pipeline.extract import ExtractConfig, estimate, run_extract
+from dflash_pipeline.extract import repair as repair_module
 from dflash_pipeline.extract.repair import RepairConfig, run_repair
 from dflash_pipeline.store import CacheWriter, open_cache, verify
+from dflash_pipeline.store import writer as writer_module
 from dflash_pipeline.store.manifest import read_manifest
 
 Settings = Callable[..., ExtractConfig]
@@ -238,3 +240,67 @@ def test_an_extended_cache_is_repaired_from_all_its_files(settings: Settings, fi
     assert repaired["repaired_shards"] == [0, shards - 1]
     assert repaired["fingerprint"] == result["fingerprint"]
     assert content(config.out) == before
+
+
+@pytest.mark.parametrize("bits", ["same", "other"])
+def test_a_repair_beside_an_extension_clears_nothing_that_is_being_written(
+    bits: str, settings: Settings, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repair comes while a new shard lies half written beside its place, and a killed writer's elsewhere."""
+    config = settings(corpus=(files["old"],), shard_tokens=400)
+    first = run_extract(config)
+    num_shards = open_cache(config.out).num_shards
+    append = settings(corpus=(files["new"],), shard_tokens=400, append=True)
+    damaged, stale = config.out / "shards/00000/states/3/c/0/0", config.out / f"shards/.tmp-{num_shards + 1:05d}-dead"
+    repairs: list[dict[str, Any]] = []
+    real_compute, real_write = repair_module.compute_shard, writer_module.write_shard_files
+
+    def compute_shard(*arguments: Any) -> Any:
+        rows, dropped = real_compute(*arguments)
+        for row in rows:
+            row.states[3].mul_(1 + 2**-20 if bits == "other" else 1)
+        return rows, dropped
+
+    def write_shard_files(temporary: Path, *arguments: Any) -> Any:
+        record = real_write(temporary, *arguments)
+        if not repairs:
+            damaged.unlink()
+            stale.mkdir()
+            given = RepairConfig(cache=config.out, corpus=config.corpus, target=config.target, device="cpu")
+            repairs.append(run_repair(given))
+            assert temporary.is_dir()
+            assert not stale.exists()
+        return record
+
+    monkeypatch.setattr(repair_module, "compute_shard", compute_shard)
+    monkeypatch.setattr(writer_module, "write_shard_files", write_shard_files)
+    run_extract(append)
+    assert (repairs[0]["ok"], repairs[0]["repaired_shards"]) == (True, [0])
+    assert verify(config.out)["ok"]
+    manifest = read_manifest(config.out)
+    assert manifest.num_rows == 26
+    assert manifest.parents == ((first["fingerprint"],) if bits == "other" else ())
+
+
+def test_a_repair_of_a_cache_that_was_extended_meanwhile_starts_again(
+    settings: Settings, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old manifest written over the new one would lose the extension."""
+    config = settings(corpus=(files["old"],), shard_tokens=400)
+    run_extract(config)
+    stats = config.out / "stats.safetensors"
+    whole = stats.read_bytes()
+    stats.unlink()
+
+    def verify_slowly(*arguments: Any, **options: Any) -> Any:
+        found = verify(*arguments, **options)
+        run_extract(settings(corpus=(files["new"],), shard_tokens=400, append=True))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repair_module, "verify", verify_slowly)
+        with pytest.raises(CacheMismatch, match="another process has changed this cache meanwhile"):
+            run_repair(RepairConfig(cache=config.out))
+    stats.write_bytes(whole)
+    assert run_repair(RepairConfig(cache=config.out))["repaired_files"] == []
+    assert open_cache(config.out).num_rows == 26

@@ -217,10 +217,17 @@ def test_files_that_cannot_be_a_corpus_are_refused(tmp_path: Path, tokenizer: An
 
 
 @pytest.mark.parametrize("token_id", [1024, -1, 10**12])
-def test_ids_outside_the_vocabulary_refuse_the_whole_corpus(tmp_path: Path, tokenizer: Any, token_id: int) -> None:
-    path = write(tmp_path / "a.jsonl", GOOD, {"prompt_ids": [1, token_id], "completion_ids": [2, 3]})
-    with pytest.raises(CorpusError, match=rf"a.jsonl:2: token id {token_id} is outside the target's vocabulary"):
-        read(path, tokenizer)
+def test_a_row_with_ids_outside_the_vocabulary_is_skipped(tmp_path: Path, tokenizer: Any, token_id: int) -> None:
+    bad = {"prompt_ids": [1, token_id], "completion_ids": [2, 3]}
+    path = write(tmp_path / "a.jsonl", GOOD, bad, IDS)
+    found = read(path, tokenizer)
+    assert len(found.rows) == 2
+    assert found.skipped_places == {"token id outside the vocabulary": ["a.jsonl:2"]}
+    assert any(f"(id {token_id}, the target has 0 to 1023" in line for line in found.notices())
+    with pytest.raises(CorpusError, match=f"a.jsonl:2: token id outside the vocabulary .*id {token_id}.*--strict"):
+        read(path, tokenizer, strict=True)
+    with pytest.raises(CorpusError, match=f"no usable row: none of the 1 .*id {token_id}, the target has 0 to 1023"):
+        read(write(tmp_path / "b.jsonl", bad), tokenizer)
 
 
 def test_ids_beyond_the_tokenizer_but_inside_the_embeddings_are_accepted(tmp_path: Path, tokenizer: Any) -> None:
@@ -235,11 +242,30 @@ def test_rows_are_named_by_their_id_or_by_file_and_line(tmp_path: Path, tokenize
     assert [row.id for row in found.rows] == ["a", "rows:2", "7", "rows:4", "rows-2:1"]
 
 
-def test_an_id_used_twice_is_refused_with_both_places(tmp_path: Path, tokenizer: Any) -> None:
-    first = write(tmp_path / "a.jsonl", {**GOOD, "id": "x"}, GOOD)
-    second = write(tmp_path / "b.jsonl", GOOD, {**GOOD, "id": "x"})
-    with pytest.raises(CorpusError, match=r"'x' is used twice, at .*a.jsonl:1 and at .*b.jsonl:2"):
-        read([first, second], tokenizer)
+def test_a_row_with_the_id_of_an_earlier_one_is_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    """The first row stays; one that says the same is told apart from one that says something else, which is lost."""
+    first = write(tmp_path / "a.jsonl", {**GOOD, "id": "x"}, GOOD, {**GOOD, "id": "x"})
+    second = write(tmp_path / "b.jsonl", {"messages": "unusable", "id": "y"}, {**IDS, "id": "x"}, {**IDS, "id": "y"})
+    found = read([first, second], tokenizer)
+    assert [(row.id, row.file, row.line) for row in found.rows] == [
+        ("x", "a.jsonl", 1),
+        ("a:2", "a.jsonl", 2),
+        ("y", "b.jsonl", 3),
+    ]
+    same, other = "the id of an earlier row", "the id of an earlier row, other content"
+    assert found.skipped == {same: 1, "messages is not a list": 1, other: 1}
+    assert found.skipped_places[same] == ["a.jsonl:3"]
+    assert found.skipped_places[other] == ["b.jsonl:2"]
+    assert found.num_duplicates == 1  # a:2 says what x says; skipped rows are no duplicates
+    assert any("other content ('x' is at a.jsonl:1; " in line for line in found.notices())
+    with pytest.raises(CorpusError, match=r"a.jsonl:3: the id of an earlier row \('x' is at a.jsonl:1"):
+        read([first, second], tokenizer, strict=True)
+
+
+def test_limits_count_no_row_that_is_skipped_for_its_id(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{**IDS, "id": name} for name in ("a", "a", "a", "b", "c")]
+    found = read(write(tmp_path / "a.jsonl", *rows), tokenizer, limit_tokens=14)
+    assert ([row.id for row in found.rows], found.skipped) == (["a", "b"], {"the id of an earlier row": 2})
 
 
 def test_long_rows_are_cut_where_something_of_the_reply_remains(tmp_path: Path, tokenizer: Any) -> None:
