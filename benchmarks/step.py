@@ -1,12 +1,13 @@
 """Compare one training step (forward and backward, no optimiser) with a peer's, on the same sizes and machine.
 
-    python benchmarks/step.py --peer-python PYTHON --peer-script SCRIPT [--tokens N] [--anchors N] [--block N] [--json]
+    python benchmarks/step.py --peer-python PYTHON --peer-script SCRIPT [--tokens N] [--anchors N] [--block N]
+        [--dtypes float32 bfloat16] [--json]
 
 PYTHON is the interpreter of the peer's own environment, SCRIPT prints one JSON line with step_seconds and peak_bytes
 for --tokens, --anchors, --block and the other sizes (`benchmarks/ours.py` is ours, same options). Both must have the
 same torch. The two run in turn, each in a fresh process, in float32 and in bfloat16 autocast; a ratio is the median
 over the rounds. speed_ratio = peer's seconds / ours; memory_ratio = our peak bytes / the peer's; best_ratio compares
-each side's faster dtype; peak_share = useful FLOPs over time and over the matmul peak of the same dtype in the same
+each side's faster dtype of those measured; peak_share = useful FLOPs over time and over the matmul peak of the same dtype in the same
 process.
 """
 
@@ -58,10 +59,10 @@ def check_peer(python: str) -> None:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Return all ratios."""
-    ours: dict[str, list[dict[str, Any]]] = {dtype: [] for dtype in DTYPES}
-    peer: dict[str, list[dict[str, Any]]] = {dtype: [] for dtype in DTYPES}
+    ours: dict[str, list[dict[str, Any]]] = {dtype: [] for dtype in args.dtypes}
+    peer: dict[str, list[dict[str, Any]]] = {dtype: [] for dtype in args.dtypes}
     for _ in range(args.rounds):
-        for dtype in DTYPES:
+        for dtype in args.dtypes:
             ours[dtype].append(run(sys.executable, OURS, args, dtype))
             peer[dtype].append(run(args.peer_python, args.peer_script, args, dtype))
 
@@ -69,7 +70,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         return statistics.median(result[key] for result in results)
 
     report: dict[str, Any] = {"peak_share": {}}
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         pairs = list(zip(ours[dtype], peer[dtype], strict=True))
         report[dtype] = {
             "speed_ratio": statistics.median(theirs["step_seconds"] / mine["step_seconds"] for mine, theirs in pairs),
@@ -83,7 +84,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             mine["useful_flops"] / mine["step_seconds"] / mine["matmul_flops_per_second"] for mine in ours[dtype]
         )
         report[dtype]["matmul_gflops"] = median(ours[dtype], "matmul_flops_per_second") / 1e9
-    fastest = [min(median(side[dtype], "step_seconds") for dtype in DTYPES) for side in (peer, ours)]
+    fastest = [min(median(side[dtype], "step_seconds") for dtype in args.dtypes) for side in (peer, ours)]
     report["best_ratio"] = fastest[0] / fastest[1]
     report["breakdown"] = run(sys.executable, OURS, args, "float32", "--breakdown")["breakdown"]
     report |= {name: getattr(args, name) for name in SIZES}
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--peer-script", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     check_peer(args.peer_python)
@@ -104,7 +106,7 @@ def main() -> None:
         print(json.dumps(report))
         return
     print(f"{args.tokens} tokens, {args.anchors} anchors, block {args.block}; {report['machine']}")
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         part = report[dtype]
         print(
             f"{dtype}: {part['our_seconds']:.2f} s against {part['peer_seconds']:.2f} s "

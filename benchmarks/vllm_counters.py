@@ -89,6 +89,7 @@ def server(options: argparse.Namespace) -> Iterator[None]:
         *("--speculative-config", json.dumps(speculative)),
     ]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    settings["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(START_SECONDS)  # a slow processor is no hanging one
     with (options.out / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=subprocess.STDOUT)
         try:
