@@ -7,8 +7,8 @@ PYTHON is the interpreter of the peer's own environment, SCRIPT prints one JSON 
 for --tokens, --anchors, --block and the other sizes (`benchmarks/ours.py` is ours, same options). Both must have the
 same torch. The two run in turn, each in a fresh process, in float32 and in bfloat16 autocast; a ratio is the median
 over the rounds. speed_ratio = peer's seconds / ours; memory_ratio = our peak bytes / the peer's; best_ratio compares
-each side's faster dtype of those measured; peak_share = useful FLOPs over time and over the matmul peak of the same dtype in the same
-process.
+each side's faster dtype of those measured; peak_share = useful FLOPs over time and over the matmul peak of the same
+dtype in the same process.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def training_plot(curve: Sequence[Mapping[str, Any]]) -> str:
     axes.plot(steps, smoothed(losses, max(1, len(losses) // 50)), color=FREE)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, smoothed", color=FREE)
-    held = [(point["step"], point["heldout"]["tau"]) for point in curve if "tau" in point.get("heldout", {})]
+    held = [(point["step"], point["heldout_tau"]) for point in curve if "heldout_tau" in point]
     if held:
         right = axes.twinx()
         right.plot(*zip(*held, strict=True), "o-", color=OURS)

@@ -30,9 +30,9 @@ def check_report(path: Path) -> None:
 
 
 def training_curve(drafter: Path) -> list[dict[str, Any]]:
-    """Return the steps of the run in whose folder a drafter lies; empty where it lies in none.
+    """Return the steps of the run in whose folder a drafter lies: step, loss and, where it was measured, heldout_tau.
 
-    A line that a crash cut short, or that is no step, is left out.
+    Empty where it lies in none. A line that a crash cut short, or that is no step, is left out.
     """
     for folder in (drafter, drafter.parent, drafter.parent.parent):
         path = folder / METRICS
@@ -140,11 +140,12 @@ def _figure(title: str, source: str) -> str:
 def _point(line: str) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-        loss, step = float(value["loss"]), int(value["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        point = {"step": int(value["step"]), "loss": float(value["loss"])}
+        if "heldout" in value:
+            point["heldout_tau"] = float(value["heldout"]["tau"]["micro"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
-    held = value.get("heldout")
-    return {"step": step, "loss": loss, **({"heldout": held} if isinstance(held, dict) else {})}
+    return point
 
 
 _STYLE = """

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dflash_pipeline.drafter.checkpoint import save_drafter
-from dflash_pipeline.drafter.model import DFlashDrafter
 from dflash_pipeline.drafter.walk import RowWalk, acceptance_rates
 from dflash_pipeline.errors import ConfigError
 from dflash_pipeline.evaluate.offline import EvaluateConfig, run_evaluate
 from dflash_pipeline.evaluate.report import check_report, render_report, training_curve
+from dflash_pipeline.train.loop import TrainOptions, run_train
+from dflash_pipeline.train.recipes import load_recipe
 
 pytest.importorskip("matplotlib")
 
@@ -58,9 +58,7 @@ RESULT: dict[str, Any] = {
     },
     "samples": [{"row": "a", "source": "s", "tau": 2.0, "pieces": [["x <script>", False], ["alert(1)", True]]}],
 }
-CURVE = [
-    {"step": n, "loss": 5 - n / 10, **({"heldout": {"tau": 1 + n / 20}} if n % 5 == 0 else {})} for n in range(1, 21)
-]
+CURVE = [{"step": n, "loss": 5 - n / 10, **({"heldout_tau": 1 + n / 20} if n % 5 == 0 else {})} for n in range(1, 21)]
 
 
 class Page(HTMLParser):
@@ -135,10 +133,10 @@ def test_the_histogram_is_that_of_the_walks() -> None:
 def test_the_curve_is_that_of_the_run_around_the_drafter(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step-5").mkdir(parents=True)
-    lines = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0, "heldout": {"tau": 1.5}}]
+    lines = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0, "heldout": {"tau": {"micro": 1.5, "macro": 1.7}}}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
     for place in (run, run / "drafter", run / "checkpoints" / "step-5"):
-        assert training_curve(place) == lines
+        assert training_curve(place) == [lines[0], {"step": 2, "loss": 3.0, "heldout_tau": 1.5}]
     assert training_curve(tmp_path / "a" / "b" / "c") == []
 
 
@@ -152,9 +150,15 @@ def test_a_report_that_cannot_be_made_is_refused_before_the_work(
         check_report(tmp_path / "out.html")
 
 
-def test_an_evaluation_writes_its_report(tmp_path: Path, drafter: DFlashDrafter, cache_dir: Path) -> None:
-    save_drafter(tmp_path / "drafter", drafter)
-    out = tmp_path / "out.html"
-    config = EvaluateConfig(drafter=tmp_path / "drafter", cache=cache_dir, report=out, device="cpu")
-    result = run_evaluate(config, lambda _: None)
-    assert f"tau {result['tau']['micro']:.3f}" in Page(out.read_text()).words
+def test_an_evaluation_of_a_run_writes_its_report_with_the_curve(tmp_path: Path, tiny_cache: Path) -> None:
+    """The run's own metrics, as training writes them."""
+    recipe = load_recipe(
+        "default", ["num_layers=1", "steps=4", "eval_every=2", "heldout_share=0.2", "anchors_per_pack=8"]
+    )
+    run, out = tmp_path / "run", tmp_path / "out.html"
+    run_train(TrainOptions(cache=tiny_cache, out=run, recipe=recipe, device="cpu"), lambda _: None)
+    assert [point["step"] for point in training_curve(run) if "heldout_tau" in point] == [2, 4]
+    result = run_evaluate(EvaluateConfig(drafter=run, cache=tiny_cache, report=out, device="cpu"), lambda _: None)
+    page = Page(out.read_text())
+    assert f"tau {result['tau']['micro']:.3f}" in page.words
+    assert "training" in page.words
