@@ -120,6 +120,8 @@ def choices_plot(result: Mapping[str, Any]) -> str:
         if found:
             axes.plot(sorted(found), [found[key] for key in sorted(found)], style, color=OURS, label=label)
     axes.set_xscale("symlog", base=2)
+    ticks = sorted({*top, *trees})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel("m, or nodes")
     axes.set_ylabel("tau" + _kind(result))
     axes.legend(frameon=False, fontsize=8)
