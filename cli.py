@@ -19,19 +19,23 @@ from .errors import DflashError
 
 EXISTING = click.Path(exists=True, path_type=Path)
 ANY_PATH = click.Path(path_type=Path)
+TORCHRUN = (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1"))  # its variables, and what holds without it
 
 
 class CachePlace(click.ParamType):  # type: ignore[type-arg]  # older click is not generic
-    """A cache: an existing folder, or a URL, which is looked at when it is opened."""
+    """A cache: a folder, or a URL, which is looked at when it is opened."""
 
     name = "cache"
 
+    def __init__(self, folder: click.Path) -> None:
+        self.folder = folder
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return a Path, or the URL as it is."""
-        return value if isinstance(value, str) and "://" in value else EXISTING.convert(value, param, ctx)
+        return value if isinstance(value, str) and "://" in value else self.folder.convert(value, param, ctx)
 
 
-CACHE = CachePlace()
+CACHE, NEW_CACHE = CachePlace(EXISTING), CachePlace(ANY_PATH)
 
 
 class OneLineErrors(click.Group):
@@ -120,7 +124,12 @@ def generate(as_json: bool, **options: Any) -> None:
     "(ORG/NAME[[:CONFIG]:SPLIT]); may be repeated.",
 )
 @click.option("--target", required=True, help="Folder or name of a Hugging Face causal LM.")
-@click.option("--out", type=ANY_PATH, required=True, help="Folder of the cache.")
+@click.option(
+    "--out", type=NEW_CACHE, required=True, help="Folder of the cache, or its URL: s3://bucket/prefix, gs://..."
+)
+@click.option(
+    "--work", type=ANY_PATH, help="With a URL: folder to build shards in.  [default: ~/.cache/dflash/extract]"
+)
 @click.option("--layers", default="auto", show_default=True, help="Target layer ids, such as 1,16,31,46,61.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Cut rows at this many tokens.  [default: the target's]")
 @click.option("--codec", default="lossless", show_default=True, help="How states are stored.")
@@ -144,15 +153,16 @@ def generate(as_json: bool, **options: Any) -> None:
 def extract(as_json: bool, **options: Any) -> None:
     """Run the target once over a corpus and cache the states of five of its layers.
 
-    The same command on several machines that share the folder, or under torchrun, shares the work too.
+    The same command on several machines that share the folder or the bucket, or under torchrun, shares the work too.
     """
     from .extract.config import ExtractConfig
     from .extract.progress import RichProgress, SilentProgress
     from .extract.run import run_extract
 
     given = {key: value for key, value in options.items() if value is not None}
-    first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, one speaks
-    config = ExtractConfig(worker=int(os.environ.get("LOCAL_RANK", "0")), **given)
+    worker, rank, size = (int(os.environ.get(name, word)) for name, word in TORCHRUN)
+    first = rank == 0  # of torchrun's processes, one speaks
+    config = ExtractConfig(worker=worker, rank=rank, world_size=size, **given)
     result = run_extract(config, RichProgress() if first else SilentProgress())
     if first:
         finish(result, as_json)
@@ -300,13 +310,13 @@ def verify(path: Path | str, num_workers: int | None, as_json: bool) -> None:
 
 
 @cache.command()
-@click.argument("path", type=EXISTING, metavar="CACHE")
+@click.argument("path", type=CACHE, metavar="CACHE")
 @click.option("--corpus", multiple=True, help="The corpus of the cache, all its files in the same order.")
 @click.option("--target", help="Folder or name of the cache's target.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the target's folder brings.")
 @json_option
-def repair(path: Path, as_json: bool, **options: Any) -> None:
+def repair(path: Path | str, as_json: bool, **options: Any) -> None:
     """Compute the damaged shards and files of a cache again, and no others."""
     from .extract.progress import RichProgress
     from .extract.repair import RepairConfig, run_repair

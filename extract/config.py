@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ..errors import ConfigError
+from ..store.bucket import is_url
 from ..store.codecs import check_codec
+from ..store.leases import LEASE_SECONDS, check_lease
 from ..target import TargetConfig
 
 
@@ -19,7 +21,10 @@ class ExtractConfig:
     Attributes:
         corpus: files, folders of datasets and names of hub datasets, in order (`sources.open_sources`).
         target: a folder or a Hugging Face model id.
-        out: the folder of the cache.
+        out: the folder of the cache, or its URL in a bucket.
+        work: with a URL, the local folder in which shards are built; None means ~/.cache/dflash/extract.
+        lease_seconds: with a URL, how long the shard of a worker that died is left alone.
+        rank, world_size: which of how many workers this is, for buckets that cannot tell who claimed a shard first.
         layers: `auto` or ids such as `1,16,31,46,61`.
         max_length: longest row in tokens; None means the target's own limit.
         codec: how states are compressed.
@@ -45,7 +50,11 @@ class ExtractConfig:
 
     corpus: tuple[Path | str, ...]
     target: str
-    out: Path
+    out: Path | str
+    work: Path | None = None
+    lease_seconds: float = LEASE_SECONDS
+    rank: int = 0
+    world_size: int = 1
     layers: str = "auto"
     max_length: int | None = None
     codec: str = "lossless"
@@ -73,7 +82,31 @@ class ExtractConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value}: expected at least 1")
         check_codec(self.codec)
+        check_lease(self.lease_seconds)
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank}: expected 0 to {self.world_size - 1}, less than the number of workers")
+        if is_url(self.out) and self.append:
+            raise ConfigError(
+                f"{self.out}: --append extends a folder: extend the cache there, then `dflash cache publish`"
+            )
+        if self.work is not None and not is_url(self.out):
+            raise ConfigError(f"work {self.work}: only an output in a bucket is built in another folder; leave it out")
         self.target_config()  # checks dtype and device
+
+    @property
+    def folder(self) -> Path:
+        """The local folder that is written: the cache's, or the one in which shards for a bucket are built."""
+        return (self.work or Path.home() / ".cache/dflash/extract") if is_url(self.out) else Path(self.out)
+
+    def for_worker(self, number: int) -> ExtractConfig:
+        """Return the settings of one of the `num_workers` processes; this one is number 0."""
+        return replace(
+            self,
+            num_workers=1,
+            worker=number or self.worker,
+            rank=self.rank * self.num_workers + number,
+            world_size=self.world_size * self.num_workers,
+        )
 
     def target_config(self) -> TargetConfig:
         """Return the part of the settings that loads the target."""

@@ -55,7 +55,7 @@ def estimate_bytes(
     per_shard = SHARD_BYTES + num_layers * (LAYER_BYTES + 16 * hidden_size)
     tied = bool(getattr(description.text_config, "tie_word_embeddings", False))
     head = description.vocab_size * hidden_size * item * (1 if tied else 2)
-    there = read_manifest(config.out).num_bytes if config.append else head + _tokenizer_bytes(description)
+    there = read_manifest(config.folder).num_bytes if config.append else head + _tokenizer_bytes(description)
     rest = len(num_tokens) * ROW_BYTES + there
     return round(total * per_token + num_shards * per_shard) + rest
 
@@ -81,6 +81,20 @@ def stored_bytes(path: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += Path(folder, name).stat().st_size
     return total
+
+
+def check_work_space(work: Path, needed: int) -> None:
+    """Refuse an extraction into a bucket for which the local disk is too small.
+
+    Raises:
+        ConfigError: the free space is smaller than what is needed.
+    """
+    free = free_bytes(work)
+    if needed > free:
+        raise ConfigError(
+            f"{work}: a shard of each worker, on its way into the bucket, needs about {needed / GIB:,.2f} GiB and the "
+            f"disk has {free / GIB:,.2f} GiB free: free some, choose another --work, or smaller shards (--shard-tokens)"
+        )
 
 
 def check_space(path: Path, estimated: int) -> None:

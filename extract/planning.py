@@ -116,7 +116,7 @@ def earlier_files(out: Path, sources: Sequence[Source]) -> list[str]:
 def is_finished(config: ExtractConfig, sources: Sequence[Source]) -> bool:
     """Return whether a finished cache at the output has these corpus files already, so that nothing need be written."""
     try:
-        identity = read_manifest(config.out).identity
+        identity = read_manifest(config.folder).identity
     except DflashError:
         return False
     count = (identity.appended or (0,))[-1] if config.append else len(identity.corpus)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CacheMismatch, ConfigError
+from ..store.bucket import is_url
 from ..store.identity import Identity
 from ..store.integrity import verify
 from ..store.jsonfile import digest_bytes, seal
@@ -40,7 +41,7 @@ class RepairConfig:
         trust_remote_code: as transformers takes it.
     """
 
-    cache: Path
+    cache: Path | str
     corpus: tuple[Path | str, ...] = ()
     target: str | None = None
     device: str = "auto"
@@ -68,7 +69,12 @@ def run_repair(config: RepairConfig, progress: Progress | None = None, bar: Bar 
     """
     started = time.monotonic()
     progress = progress or SilentProgress()
-    cache = config.cache.absolute()
+    if is_url(config.cache):
+        raise ConfigError(
+            f"{config.cache}: a cache in a bucket is not repaired there: copy it into a folder, repair that, and "
+            "`dflash cache publish` it under another URL"
+        )
+    cache = Path(config.cache).absolute()
     manifest = read_manifest(cache)
     found = verify(cache, bar=bar)
     result = {

@@ -10,11 +10,13 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..store import CacheWriter, Plan, TargetHead
+from ..store.bucket import Bucket, is_url
+from ..store.bucket_writer import BucketWriter
 from ..store.manifest import read_manifest
 from ..target import Target, TargetDescription, describe_target, load_target, parse_layer_ids
 from .config import ExtractConfig
 from .corpus import CorpusRows, read_corpus
-from .estimate import GIB, check_space, estimate_bytes, free_bytes
+from .estimate import GIB, check_space, check_work_space, estimate_bytes, free_bytes
 from .forward import compute_shard
 from .planning import earlier_files, is_finished, make_identity, make_plan, plan_append
 from .progress import Progress, SilentProgress
@@ -46,7 +48,7 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
         CacheMismatch: the output holds a cache made from other inputs.
         CacheMissing: there is no finished cache to extend.
 
-    Writes the cache at `config.out`.
+    Writes the cache at `config.out`; where that is a URL, through `config.folder`.
     """
     started = time.monotonic()
     reporter = _Reporter(progress or SilentProgress())
@@ -61,20 +63,20 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
             "rows": len(corpus.rows),
             "tokens": corpus.num_tokens,
             "estimated_bytes": estimated,
-            "free_bytes": free_bytes(config.out),
+            "free_bytes": free_bytes(config.folder),
             "skipped": corpus.skipped,
             "skipped_places": corpus.skipped_places,
             "duplicates": corpus.num_duplicates,
             "notices": reporter.notices,
         }
     if not finished:
-        check_space(config.out, estimated)
+        _check_room(config, description, corpus, len(layer_ids), estimated)
     target = load_target(config.target_config(), description)
     reporter.extend(target.notices)
     plan, rows = _plan(config, target, corpus, layer_ids, max_length)
-    head, versions = target_head(target), package_versions()
-    with CacheWriter.create_or_resume(config.out, plan, head, target.save_files, versions) as writer:
+    with _open_writer(config, plan, target) as writer:
         resumed_rows = writer.resumed_rows
+        reporter.extend(writer.take_notices())
         reporter.extend([f"computing shard {shard} again: {why}" for shard, why in writer.replaced_shards.items()])
         with started_workers(config, run_extract) if writer.missing_shards else nullcontext(list) as failures:
             rate = _extract_shards(target, plan, rows, writer, reporter)
@@ -137,7 +139,7 @@ def _read(
         limit_rows=config.limit_rows,
         limit_tokens=config.limit_tokens,
         strict=config.strict,
-        earlier=earlier_files(config.out, sources) if config.append else (),
+        earlier=earlier_files(config.folder, sources) if config.append else (),
     )
     if config.max_length is not None and max_length != config.max_length:
         reporter.extend(
@@ -153,8 +155,40 @@ def _plan(
     """Return the cache's plan, and the corpus' rows by their place in it."""
     plan, rows = make_plan(make_identity(config, target, corpus, layer_ids, max_length), target, corpus)
     if config.append:
-        plan = plan_append(config.out, plan)
+        plan = plan_append(config.folder, plan)
     return plan, dict(enumerate(rows, plan.num_rows - len(rows)))
+
+
+def _open_writer(config: ExtractConfig, plan: Plan, target: Target) -> CacheWriter:
+    head, versions = target_head(target), package_versions()
+    if not is_url(config.out):
+        return CacheWriter.create_or_resume(config.out, plan, head, target.save_files, versions)
+    first = config.for_worker(0)
+    return BucketWriter.join(
+        str(config.out),
+        config.folder,
+        plan,
+        head,
+        target.save_files,
+        versions,
+        lease_seconds=config.lease_seconds,
+        rank=first.rank,
+        world_size=first.world_size,
+    )
+
+
+def _check_room(
+    config: ExtractConfig, description: TargetDescription, corpus: CorpusRows, num_layers: int, estimated: int
+) -> None:
+    """Refuse a disk that is too small: for the cache, or on the way to a bucket for the head and a shard per worker."""
+    if not is_url(config.out):
+        check_space(config.folder, estimated)
+        return
+    Bucket(str(config.out), create=True)  # what is wrong with the URL is said before the target is loaded
+    longest = max(row.num_tokens for row in corpus.rows)
+    shard_tokens = min(corpus.num_tokens, max(config.shard_tokens, longest))
+    worker_bytes = estimate_bytes(config, description, num_layers, [shard_tokens])
+    check_work_space(config.folder, config.num_workers * worker_bytes)
 
 
 def _estimate(
@@ -166,12 +200,12 @@ def _estimate(
     reporter: _Reporter,
 ) -> int:
     if config.append and finished:
-        estimated = read_manifest(config.out).num_bytes
+        estimated = read_manifest(config.folder).num_bytes
     else:
         estimated = estimate_bytes(config, description, num_layers, [row.num_tokens for row in corpus.rows])
     reporter.progress.notice(
         f"{len(corpus.rows):,} rows, {corpus.num_tokens:,} tokens: the cache takes about {estimated / GIB:,.3f} GiB, "
-        f"{free_bytes(config.out) / GIB:,.1f} GiB are free"
+        f"{free_bytes(config.folder) / GIB:,.1f} GiB are free{f' in {config.folder}' if is_url(config.out) else ''}"
     )
     return estimated
 
@@ -193,6 +227,7 @@ def _extract_shards(
         for shard in writer.claim_shards(found):
             sound, dropped = compute_shard(target, plan, rows, shard, reporter.progress)
             writer.write_shard(shard, sound, dropped)
+            reporter.extend(writer.take_notices())
             reporter.extend(_drop_notices(shard, dropped))
     finally:
         reporter.progress.stop()

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -43,7 +42,7 @@ def started_workers(config: ExtractConfig, run: Callable[[ExtractConfig], object
     workers = [
         context.Process(
             target=_work,
-            args=(replace(config, num_workers=1, worker=number), run, share, os.getpid()),
+            args=(config.for_worker(number), run, share, os.getpid()),
             name=f"worker {number}",
             daemon=True,
         )

@@ -7,18 +7,22 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ... An object appears whole or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from ..errors import CacheCorrupt, CacheMissing, ConfigError, DflashError, message_line
 from .durable import temporary_name
+from .layout import MAX_JSON_BYTES
 
 SCHEMES = ("s3", "gs", "file")
 STREAM_BYTES = 2**22
+
+T = TypeVar("T")
+Token = dict[str, str]  # what a store calls the state of an object: e_tag, version
 
 
 def is_url(place: object) -> bool:
@@ -59,12 +63,13 @@ class Bucket:
             raise ConfigError(f"{url}: {message_line(error)}") from error
 
     def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, or None where there is none."""
-        try:
-            with self._explained(name):
-                return int(self._obstore.head(self._store, name)["size"])
-        except CacheMissing:
-            return None
+        """Return the size of an object in bytes, or None where there is none.
+
+        Raises:
+            CacheMissing: the bucket cannot be reached.
+        """
+        found = self._if_there(name, lambda: self._obstore.head(self._store, name))
+        return None if found is None else int(found["size"])
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return path and size of every object below a prefix."""
@@ -119,6 +124,66 @@ class Bucket:
         except (self._obstore.exceptions.BaseError, OSError) as error:
             raise DflashError(f"{self.url}/{name}: cannot be written: {message_line(error)}") from error
 
+    def put_if(self, name: str, data: bytes, token: Token | None) -> Token | None:
+        """Put a small object where it still is as it was: conditionally, so that of several writers one succeeds.
+
+        Args:
+            name, data: the object.
+            token: the state that must be there, as returned by this or by `look`; None: there must be no such object.
+
+        Returns:
+            The token of what was put; None where another state is there, or one that an earlier try of this very put
+            made whose answer was lost: `look` tells.
+
+        Raises:
+            NotImplementedError: the store has no such writes.
+            DflashError: it cannot be written.
+        """
+        try:
+            return _token(self._obstore.put(self._store, name, data, mode="create" if token is None else token))
+        except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
+            return None
+        except self._obstore.exceptions.NotSupportedError as error:
+            raise NotImplementedError(message_line(error)) from error
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            if token is not None and isinstance(error, FileNotFoundError):
+                return None
+            raise DflashError(f"{self.url}/{name}: cannot be written: {message_line(error)}") from error
+
+    def look(self, name: str) -> tuple[bytes, Token] | None:
+        """Return a JSON object and the token of its state, or None where there is none.
+
+        Raises:
+            CacheMissing: the bucket cannot be reached.
+            CacheCorrupt: it is larger than any JSON file of a cache may be.
+        """
+
+        def get() -> tuple[bytes, Token]:
+            found = self._obstore.get(self._store, name)
+            if found.meta["size"] > MAX_JSON_BYTES:
+                raise CacheCorrupt(f"{self.url}/{name}: {found.meta['size']} bytes, expected at most {MAX_JSON_BYTES}")
+            return bytes(found.bytes()), _token(found.meta)
+
+        return self._if_there(name, get)
+
+    def delete(self, name: str) -> None:
+        """Remove an object; nothing where there is none.
+
+        Raises:
+            CacheMissing: the bucket cannot be reached.
+        """
+        self._if_there(name, lambda: self._obstore.delete(self._store, name))
+
+    def _if_there(self, name: str, ask: Callable[[], T]) -> T | None:
+        """Ask about an object; None where there is none, and only then."""
+        try:
+            with self._explained(name):
+                return ask()
+        except CacheMissing as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
         try:
@@ -129,3 +194,7 @@ class Bucket:
             raise CacheMissing(f"{self.url}/{name}: there is no such object") from error
         except (self._obstore.exceptions.BaseError, OSError) as error:
             raise CacheMissing(f"{self.url}/{name}: cannot be read: {message_line(error)}") from error
+
+
+def _token(meta: Any) -> Token:
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key)}

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -42,6 +43,22 @@ def exclusive(cache: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]
         yield
     finally:
         lock.release()
+
+
+class ShardClaims(Protocol):
+    """What a writer asks of claims: these here, or those in a bucket (leases.py)."""
+
+    def take(self, shard: int) -> bool:
+        """Claim a shard at once; tell whether it is this writer's now."""
+
+    def release(self, shard: int) -> None:
+        """Let go of a shard."""
+
+    def release_all(self) -> None:
+        """Let go of every shard."""
+
+    def remove(self) -> None:
+        """Remove what claims leave behind."""
 
 
 class Claims:

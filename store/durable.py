@@ -18,8 +18,10 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
-def explained(cache: Path) -> Iterator[None]:
+def explained(cache: Path, option: str = "--out") -> Iterator[None]:
     """Turn the errors of a full disk or a folder that may not be written into one line that says what to do.
+
+    `option` is the one that names another folder.
 
     Raises:
         DflashError: instead of such an OSError; others pass.
@@ -33,7 +35,7 @@ def explained(cache: Path) -> Iterator[None]:
                 "same command again"
             ) from error
         if error.errno in FORBIDDEN:
-            raise DflashError(f"{cache}: cannot be written ({error.strerror}); use another --out") from error
+            raise DflashError(f"{cache}: cannot be written ({error.strerror}); use another {option}") from error
         raise
 
 

@@ -56,7 +56,7 @@ def read_bytes(path: Path) -> bytes:
         raise CacheMissing(f"{path}: cannot be read ({error.strerror or error}); the cache needs this file") from error
 
 
-def parse_json(data: bytes, path: Path) -> Fields:
+def parse_json(data: bytes, path: Path | str) -> Fields:
     """Parse one JSON object of the cache.
 
     Raises:
@@ -88,7 +88,11 @@ def read_sealed(path: Path) -> Fields:
         CacheMissing: no such file.
         CacheCorrupt: not JSON, or changed since it was written.
     """
-    data = read_bytes(path)
+    return parse_sealed(read_bytes(path), path)
+
+
+def parse_sealed(data: bytes, path: Path | str) -> Fields:
+    """Check the bytes of a JSON file written by `seal`, wherever they came from; `path` is for messages."""
     fields = parse_json(data, path)
     stored = fields.text("digest")
     try:
@@ -105,7 +109,7 @@ def read_sealed(path: Path) -> Fields:
 class Fields:
     """One JSON object of untrusted origin, read field by field with its type and bounds."""
 
-    def __init__(self, value: object, path: Path, where: str) -> None:
+    def __init__(self, value: object, path: Path | str, where: str) -> None:
         self.path = path
         self.where = where
         if not isinstance(value, dict):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..errors import CacheMismatch, CacheMissing
+from ..errors import CacheMismatch
 from .bucket import Bucket
-from .layout import MANIFEST, MAX_JSON_BYTES, RECORD, plan_file, shard_dir, shard_file
+from .layout import MANIFEST, RECORD, plan_file, shard_dir, shard_file
 from .manifest import check_manifest, read_manifest
 from .plan import read_plan
 from .progress import Bar, no_bar
-from .record import check_file, read_record
+from .record import ShardRecord, check_file, read_record
+
+UPLOADS = 8
 
 
 def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str, Any]:
@@ -50,12 +54,10 @@ def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str
             files = {shard_file(shard.shard, name): record.num_bytes for name, record in shard.files.items()}
             there = bucket.sizes(shard_file(shard.shard, ""))
             same_sizes = files.items() <= there.items()
-            if same_sizes and _content(bucket, shard_file(shard.shard, RECORD)) == commit:
+            if same_sizes and content(bucket, shard_file(shard.shard, RECORD)) == commit:
                 resumed += 1
             else:
-                for name, record in shard.files.items():
-                    bucket.upload(shard_file(shard.shard, name), check_file(directory, name, record))
-                bucket.upload(shard_file(shard.shard, RECORD), commit)
+                put_shard(bucket, directory, shard)
                 put_bytes += shard.num_bytes
             advance(shard.num_bytes)
         bucket.upload(MANIFEST, (root / MANIFEST).read_bytes())
@@ -71,15 +73,38 @@ def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str
 
 def _refuse_another(bucket: Bucket, root: Path, plan: str) -> None:
     """Refuse a place where another cache is: the plan it was begun with differs. An extension of the same is fine."""
-    there = _content(bucket, plan)
+    there = content(bucket, plan)
     if there is not None and there != (root / plan).read_bytes():
         raise CacheMismatch(f"{bucket.url}: holds another cache (its {plan} differs); use another URL")
     if there is None and bucket.size(MANIFEST) is not None:
         raise CacheMismatch(f"{bucket.url}: holds a {MANIFEST} and no {plan}; use another URL")
 
 
-def _content(bucket: Bucket, name: str) -> bytes | None:
-    try:
-        return bucket.read(name, MAX_JSON_BYTES)
-    except CacheMissing:
-        return None
+def put_shard(bucket: Bucket, directory: Path, record: ShardRecord, confirm: Callable[[], None] | None = None) -> None:
+    """Put a shard: its files, each checked against its digest and several at once, then its record.
+
+    Args:
+        bucket: where to.
+        directory: its folder.
+        record: the record in that folder.
+        confirm: called before the record goes; what it raises leaves the shard without one.
+
+    Raises:
+        CacheMissing, CacheCorrupt: a file is not what the record says.
+        DflashError: the bucket cannot be written.
+    """
+
+    def put(name: str) -> None:
+        bucket.upload(shard_file(record.shard, name), check_file(directory, name, record.files[name]))
+
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        list(pool.map(put, record.files))
+    if confirm is not None:
+        confirm()
+    bucket.upload(shard_file(record.shard, RECORD), (directory / RECORD).read_bytes())
+
+
+def content(bucket: Bucket, name: str) -> bytes | None:
+    """Return a JSON file of a cache in a bucket, or None where there is none."""
+    found = bucket.look(name)
+    return None if found is None else found[0]

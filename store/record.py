@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from ..errors import CacheCorrupt, CacheMissing
-from .jsonfile import Fields, canonical_bytes, digest_bytes, read_sealed, seal
+from .jsonfile import Fields, canonical_bytes, digest_bytes, parse_sealed, read_bytes, seal
 from .layout import FORMAT_VERSION, RECORD, file_size, is_plain, safe_join
 
 READ_BYTES = 2**22
@@ -127,6 +127,17 @@ def parse_record(source: Fields, layer_ids: tuple[int, ...]) -> ShardRecord:
     )
 
 
+def parse_commit(data: bytes, path: Path | str, layer_ids: tuple[int, ...]) -> ShardRecord:
+    """Read the bytes of a record.json, wherever they came from.
+
+    Raises:
+        CacheCorrupt: they are damaged; the message names `path`.
+    """
+    source = parse_sealed(data, path)
+    source.integer("format", FORMAT_VERSION, FORMAT_VERSION)
+    return parse_record(source, layer_ids)
+
+
 def write_record(directory: Path, record: ShardRecord) -> None:
     """Write record.json into a shard's folder (which is not in its final place yet)."""
     (directory / RECORD).write_bytes(seal({"format": FORMAT_VERSION, **record.fields()}))
@@ -140,9 +151,8 @@ def read_record(directory: Path, layer_ids: tuple[int, ...], expected: ShardReco
         CacheCorrupt: it is damaged, or not the expected one.
     """
     cache = directory.parent.parent
-    source = read_sealed(safe_join(cache, (directory / RECORD).relative_to(cache).as_posix()))
-    source.integer("format", FORMAT_VERSION, FORMAT_VERSION)
-    record = parse_record(source, layer_ids)
+    path = safe_join(cache, (directory / RECORD).relative_to(cache).as_posix())
+    record = parse_commit(read_bytes(path), path, layer_ids)
     if expected is not None and record != expected:
         raise CacheCorrupt(
             f"{directory / RECORD}: not the record in the manifest: this shard is another cache's, or was made again "

@@ -89,8 +89,8 @@ class Mirror:
             if name == MANIFEST and self.bucket.size(PLAN) is not None:
                 done = sum(path.endswith(f"/{RECORD}") for path in self.bucket.sizes(SHARDS))
                 raise CacheIncomplete(
-                    f"{self.place}: not published whole: {done} shards are there and no {MANIFEST}; run the same "
-                    "`dflash cache publish` again and it goes on from them"
+                    f"{self.place}: not whole: {done} shards are there and no {MANIFEST}; the same `dflash extract` or "
+                    "`dflash cache publish` goes on from them"
                 ) from error
             raise
         path = safe_join(self.root, name)

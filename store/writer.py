@@ -1,7 +1,8 @@
 """Writes a cache: plan first, then shard after shard, the manifest last. Whatever interrupts it, it goes on.
 
 A shard is written beside its place, flushed, and renamed: it is there whole or not at all. Any number of writers with
-the same plan share the work: each claims the shard it works on (claims.py), one at a time begins or finishes.
+the same plan share the work: each claims the shard it works on (claims.py), one at a time begins or finishes. Into a
+bucket: bucket_writer.py.
 
 T tokens, N tokens of a shard, H hidden, K top tokens.
 """
@@ -17,7 +18,7 @@ from typing import Self
 
 from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, TargetError
 from .append import check_extends, name_differences
-from .claims import Claims, exclusive
+from .claims import Claims, ShardClaims, exclusive
 from .codecs import check_codec
 from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale
 from .head import TargetHead, write_head
@@ -50,6 +51,7 @@ class CacheWriter:
     Attributes:
         path, plan: the cache's folder and its plan.
         replaced_shards: what was wrong with shards of an unfinished cache that were damaged and are missing now.
+        notices: what else a person should know, one line each.
     """
 
     def __init__(self, path: Path, plan: Plan, versions: Mapping[str, str]) -> None:
@@ -57,7 +59,8 @@ class CacheWriter:
         self.plan = plan
         self.versions = dict(versions)
         self.replaced_shards: dict[int, str] = {}
-        self._claims = Claims(path)
+        self.notices: list[str] = []
+        self._claims: ShardClaims = Claims(path)
         self._records: dict[int, ShardRecord] = {}
         self._resumed: tuple[int, ...] = ()
         self._manifest: Manifest | None = None
@@ -88,25 +91,11 @@ class CacheWriter:
             CacheCorrupt: the cache there is complete and damaged.
             ConfigError: the codec does not exist, or the head does not fit the plan.
         """
-        check_codec(plan.identity.codec)
-        if tuple(head.head_weight.shape) != (plan.vocab_size, plan.hidden_size):
-            raise ConfigError(
-                f"target head {list(head.head_weight.shape)} does not fit the plan: "
-                f"expected [{plan.vocab_size}, {plan.hidden_size}]"
-            )
+        check_fits(plan, head)
         cache = Path(path).absolute()
         _refuse_strangers(cache)
-        with explained(cache):
-            if not cache.is_dir():
-                cache.mkdir(parents=True, exist_ok=True)
-                fsync_path(cache.parent)
-            writer = cls(cache, plan, versions)
-            with exclusive(cache):
-                remove_stale(cache)
-                writer._start_or_match()
-                writer._store_target(head, target_files)
-                writer._take_stock()
-        writer._resumed = tuple(writer._records)
+        writer = cls(cache, plan, versions)
+        writer._begin(head, target_files)
         return writer
 
     @property
@@ -118,6 +107,11 @@ class CacheWriter:
     def resumed_rows(self) -> int:
         """Rows of the plan whose shards were there when this writer started."""
         return sum(self.plan.shard_rows[shard] for shard in self._resumed)
+
+    def take_notices(self) -> list[str]:
+        """Return the notices that nobody has taken yet."""
+        taken, self.notices = self.notices, []
+        return taken
 
     def record(self, shard: int) -> ShardRecord:
         """Return the record of a committed shard."""
@@ -142,7 +136,7 @@ class CacheWriter:
                     finally:
                         self._claims.release(shard)
             if idle and self.missing_shards:
-                time.sleep(POLL_SECONDS)
+                self._wait()
 
     def write_shard(self, shard: int, rows: Iterable[Row], dropped: Mapping[str, list[str]]) -> None:
         """Write one shard and commit it.
@@ -224,7 +218,24 @@ class CacheWriter:
     ) -> None:
         self.close()
 
+    def _wait(self) -> None:
+        """Wait for other writers, who have all that is left in their hands."""
+        time.sleep(POLL_SECONDS)
+
     # --- starting -----------------------------------------------------------------------------------------------
+
+    def _begin(self, head: TargetHead, target_files: Callable[[Path], None]) -> None:
+        """Make the folder, write or match the plan, store the target, and see what is there."""
+        with explained(self.path):
+            if not self.path.is_dir():
+                self.path.mkdir(parents=True, exist_ok=True)
+                fsync_path(self.path.parent)
+            with exclusive(self.path):
+                remove_stale(self.path)
+                self._start_or_match()
+                self._store_target(head, target_files)
+                self._take_stock()
+        self._resumed = tuple(self._records)
 
     def _start_or_match(self) -> None:
         """Write the plan, or check that the one there is the same."""
@@ -334,6 +345,20 @@ class CacheWriter:
             return False
         self._records[shard] = record
         return True
+
+
+def check_fits(plan: Plan, head: TargetHead) -> None:
+    """Check that a plan's codec exists and that the head fits it.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    check_codec(plan.identity.codec)
+    if tuple(head.head_weight.shape) != (plan.vocab_size, plan.hidden_size):
+        raise ConfigError(
+            f"target head {list(head.head_weight.shape)} does not fit the plan: "
+            f"expected [{plan.vocab_size}, {plan.hidden_size}]"
+        )
 
 
 def _refuse_strangers(cache: Path) -> None:

@@ -7,7 +7,11 @@ import importlib.util
 import inspect
 import json
 import random
+import subprocess
+import sys
 import textwrap
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -152,3 +156,41 @@ def tiny_cache(tiny_target_dir: Path, chat_corpus: Path, tmp_path_factory: pytes
         )
     )
     return out
+
+
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    """The address of an S3 server with an empty bucket named `caches`; obstore's variables lead to it."""
+    pytest.importorskip("obstore", reason="the extra `buckets` is not installed")
+    pytest.importorskip("moto", reason="the extra `dev` is not installed")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    address = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    urllib.request.urlopen(urllib.request.Request(f"{address}/caches", method="PUT"), timeout=30).close()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": address,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        yield address
+    process.stdin.close()
+    process.wait(30)
+    process.stdout.close()

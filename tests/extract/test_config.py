@@ -23,6 +23,10 @@ from dflash_pipeline.extract import ExtractConfig
         ({"codec": "q8"}, "codec 'q8' is not one of: lossless"),
         ({"dtype": "float16"}, "dtype 'float16': expected one of bfloat16, float32"),
         ({"device": "abacus"}, "device 'abacus'"),
+        ({"lease_seconds": 0.0}, "lease_seconds 0: expected 0.1 to 3600"),
+        ({"rank": 2, "world_size": 2}, "rank 2: expected 0 to 1"),
+        ({"work": Path("w")}, "work w: only an output in a bucket"),
+        ({"out": "s3://bucket/c", "append": True}, "s3://bucket/c: --append extends a folder"),
         ({"target": ""}, "has no name"),
     ],
 )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,41 +21,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None,
     reason="the extras `buckets` and `dev` are not installed",
 )
-
-SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-server.stop()
-"""
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """The address of an S3 server with an empty bucket named `caches`; obstore's variables lead to it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    address = f"http://127.0.0.1:{int(process.stdout.readline())}"
-    urllib.request.urlopen(urllib.request.Request(f"{address}/caches", method="PUT"), timeout=30).close()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": address,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_REGION": "us-east-1",
-        }.items():
-            patch.setenv(name, value)
-        yield address
-    process.stdin.close()
-    process.wait(30)
-    process.stdout.close()
 
 
 @pytest.fixture(params=["s3", "file"])
