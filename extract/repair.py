@@ -10,15 +10,17 @@ from typing import Any
 
 from ..errors import CacheMismatch, ConfigError
 from ..store.bucket import is_url
+from ..store.bucket_repair import repairing
 from ..store.identity import Identity
-from ..store.integrity import verify
+from ..store.integrity import manifest_of, verify
 from ..store.jsonfile import digest_bytes, seal
 from ..store.layout import TARGET, plan_file, stats_file
-from ..store.manifest import Manifest, read_manifest
+from ..store.manifest import Manifest
 from ..store.plan import Plan, read_plan, write_plan
 from ..store.progress import Bar, no_bar
 from ..store.record import ShardRecord
-from ..store.replace import replace_manifest, replace_shard, replace_target, replacing
+from ..store.replace import replace_manifest, replace_shard, replace_target
+from ..store.source import open_source
 from ..target import Target, describe_target, load_target
 from .config import ExtractConfig
 from .corpus import CorpusRows, read_corpus
@@ -34,7 +36,7 @@ class RepairConfig:
     """What `dflash cache repair` is told.
 
     Attributes:
-        cache: a finished cache.
+        cache: a finished cache, or its URL.
         corpus: the corpus files it was extracted from, in the same order; wherever they are now.
         target: the target's folder or name now; None where the recorded name still leads to it.
         device: `auto`, `cpu`, `cuda`, `cuda:N`.
@@ -65,18 +67,13 @@ def run_repair(config: RepairConfig, progress: Progress | None = None, bar: Bar 
         CacheMissing, CacheCorrupt: the manifest is gone or damaged: the same `dflash extract` builds it again.
         CorpusError, TargetError: they cannot be read.
 
-    Writes into the cache, with its lock held.
+    Writes into the cache, with its lock or its claim held.
     """
     started = time.monotonic()
     progress = progress or SilentProgress()
-    if is_url(config.cache):
-        raise ConfigError(
-            f"{config.cache}: a cache in a bucket is not repaired there: copy it into a folder, repair that, and "
-            "`dflash cache publish` it under another URL"
-        )
-    cache = Path(config.cache).absolute()
-    manifest = read_manifest(cache)
-    found = verify(cache, bar=bar)
+    place = str(config.cache) if is_url(config.cache) else Path(config.cache).absolute()
+    manifest = manifest_of(open_source(place))
+    found = verify(place, bar=bar)
     result = {
         "cache": str(config.cache),
         "ok": True,
@@ -87,11 +84,10 @@ def run_repair(config: RepairConfig, progress: Progress | None = None, bar: Bar 
         "problems": found["problems"],
     }
     if not found["ok"]:
-        with replacing(cache):
-            if read_manifest(cache) != manifest:
-                raise CacheMismatch(f"{cache}: another process has changed this cache meanwhile; run the repair again")
-            repaired = _repair(config, cache, manifest, found["bad_shards"], found["bad_files"], progress)
-        result["ok"] = verify(cache, bar=bar)["ok"]
+        bad = found["bad_shards"], found["bad_files"]
+        with repairing(place, manifest, *bad) as cache:
+            repaired = _repair(config, cache, manifest, *bad, progress)
+        result["ok"] = verify(place, bar=bar)["ok"]
         result["fingerprint"] = repaired.fingerprint
     return {**result, "seconds": time.monotonic() - started}
 
@@ -175,8 +171,8 @@ def _plan_again(
     if differences:
         name, expected, given = differences[0]
         raise CacheMismatch(
-            f"{cache}: {name} is not that of the cache: {given} given, {expected} in the cache; repair needs the very "
-            "corpus files, in their order, and the very target it was extracted with"
+            f"{config.cache}: {name} is not that of the cache: {given} given, {expected} in the cache; repair needs "
+            "the very corpus files, in their order, and the very target it was extracted with"
         )
     parts, first = [], 0
     for count in identity.part_files:
@@ -200,7 +196,7 @@ def _plan_again(
         same = read_plan(cache, manifest.generation).digest == plan.digest
     if not same:
         raise CacheMismatch(
-            f"{cache}: the rows planned now differ from those of the cache, though its inputs are the same: another "
-            "version of transformers tokenizes otherwise; install the versions that `dflash cache info` lists"
+            f"{config.cache}: the rows planned now differ from those of the cache, though its inputs are "
+            "the same: another version of transformers tokenizes otherwise; install what `dflash cache info` lists"
         )
     return target, plan, rows

@@ -51,9 +51,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
     if num_workers is not None and num_workers < 1:
         raise ConfigError(f"num_workers {num_workers}: expected at least 1")
     source = open_source(path)
-    with source.holding(None):
-        source.fetch_json(MANIFEST)
-        manifest = read_manifest(source.root)
+    manifest = manifest_of(source)
     checks = _checks(source, manifest)
     bad_shards: set[int] = set()
     bad_files, problems = [], []
@@ -82,6 +80,17 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
     }
 
 
+def manifest_of(source: Folder | Mirror) -> Manifest:
+    """Read the manifest of a cache, wherever it is.
+
+    Raises:
+        CacheMissing, CacheIncomplete, CacheCorrupt: as `read_manifest`.
+    """
+    with source.holding(None):
+        source.fetch_json(MANIFEST)
+        return read_manifest(source.root)
+
+
 def describe(path: Path | str) -> dict[str, Any]:
     """Return the manifest's summary: identity, totals, statistics per layer; without the shard table.
 
@@ -92,9 +101,7 @@ def describe(path: Path | str) -> dict[str, Any]:
         CacheMissing, CacheIncomplete, CacheCorrupt: as `read_manifest`.
     """
     source = open_source(path)
-    with source.holding(None):
-        source.fetch_json(MANIFEST)
-        manifest = read_manifest(source.root)
+    manifest = manifest_of(source)
     fields = manifest.fields()
     identity = fields.pop("identity")
     for key in ("shards", "files", "identity_digest"):

@@ -192,7 +192,6 @@ def test_what_a_bucket_cannot_do_is_one_line(settings: Settings, tmp_path: Path)
         ([*command(config, place, tmp_path / "w"), "--append"], f"dflash: {place}: --append extends a folder"),
         ([*command(config, "ftp://host/c", tmp_path / "w")], "dflash: ftp://host/c: expected a folder, or a URL"),
         ([*command(config, str(tmp_path / "c"), tmp_path / "w")], f"dflash: work {tmp_path}/w: only an output in a"),
-        (["cache", "repair", place], f"dflash: {place}: a cache in a bucket is not repaired there: copy it into a"),
     ]:
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 1, result.output
