@@ -243,7 +243,7 @@ def evaluate(as_json: bool, **options: Any) -> None:
     from .evaluate.render import render_evaluation
     from .evaluate.render_live import render_live
 
-    given = {key: value for key, value in options.items() if value not in (None, False, ())}
+    given = {key: value for key, value in options.items() if value is not None and value is not False and value != ()}
     if {"target", "prompts"} <= given.keys():
         finish(run_live(LiveConfig(**_fitting(given, LiveConfig, "live")), say), as_json, render_live)
     elif "cache" in given:

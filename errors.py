@@ -50,3 +50,8 @@ class TrainingError(DflashError, RuntimeError):
 def message_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and its noun for a message: `1 row`, `1,234 rows`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -53,11 +53,21 @@ def head_chunks(hidden: Tensor, head_weight: Tensor) -> Iterator[tuple[slice, Te
 
 
 @torch.inference_mode()
+def pack_key_values(model: DFlashDrafter, states: Tensor, row_offsets: Tensor) -> list[KeyValue]:
+    """Return each layer's keys and values of a pack's context: what every block of it reads, computed once.
+
+    states: [T, K*H] of the target; row_offsets: [R+1] int64.
+    """
+    positions = PackLayout(row_offsets, torch.empty(0, dtype=torch.int64)).positions
+    return model.context_key_values(model.context_features(states.to(model.fc.weight)), positions)
+
+
+@torch.inference_mode()
 def draft_blocks(
     model: DFlashDrafter,
     head_weight: Tensor,
     embed_tokens: Tensor,
-    states: Tensor,
+    key_values: Sequence[KeyValue],
     *,
     layout: PackLayout,
     tokens: Tensor,
@@ -65,11 +75,10 @@ def draft_blocks(
 ) -> Tensor:
     """Return the greedy drafts [A, B-1] int64 of all anchors of a pack.
 
-    states: [T, K*H] of the target; tokens: [T] ids of the pack. The anchors must lie inside their rows.
+    key_values: from `pack_key_values`; tokens: [T] ids of the pack. The anchors must lie inside their rows.
     """
-    context = model.context_features(states.to(model.fc.weight))
     embeds = _embeds(model, embed_tokens, tokens.to(torch.int64)[layout.anchors])
-    hidden = model(embeds, context, layout, attention)
+    hidden = model.blocks(embeds, key_values, layout, attention)
     slots = hidden.view(layout.num_anchors, model.config.block_size, hidden.shape[-1])[:, 1:]
     return argmax_tokens(slots.flatten(0, 1), head_weight).view(slots.shape[:2]).cpu()
 
@@ -133,21 +142,18 @@ def walk_pack(
     model: DFlashDrafter,
     head_weight: Tensor,
     embed_tokens: Tensor,
-    states: Tensor,
+    key_values: Sequence[KeyValue],
     *,
     row_offsets: Tensor,
     rows: Sequence[WalkRow],
     attention: str = "auto",
 ) -> list[RowWalk]:
-    """Walk all rows of a pack with the drafter. states: [T, K*H]; rows: as `row_offsets` [R+1] cuts it.
+    """Walk all rows of a pack with the drafter. rows: as `row_offsets` [R+1] cuts it; key_values: `pack_key_values`.
 
     Every anchor is drafted, in chunks, although a walk needs only some: a few large products cost less than hundreds of
     small ones in turn (16 rows of SmolLM2 at tau 1.2: see docs/log.md). The head is applied slot by slot, to the blocks
     that are still right, so a block costs about tau slots of it, not B-1.
     """
-    context = model.context_features(states.to(model.fc.weight))
-    positions = PackLayout(row_offsets, torch.empty(0, dtype=torch.int64)).positions
-    key_values = model.context_key_values(context, positions)
     starts = row_offsets.tolist()
     pairs = [(row, anchor) for row, walk in enumerate(rows) for anchor in eligible_anchors(walk.runs)]
     layout = PackLayout(

@@ -195,7 +195,10 @@ def init_from_statistics(model: DFlashDrafter, channel_rms: Tensor, head_std: fl
     """Fit fresh weights to the scale of the target: a pure initialisation, no new tensor.
 
     fc's columns are divided by the RMS of their input channel, since a few channels of a hidden state hold nearly all
-    its energy; the final norm becomes 1 / (head_std * sqrt(H)), so that first logits have about unit variance.
+    its energy; the final norm becomes 1 / (head_std * sqrt(H)), so that the logits of a state which has nothing to do
+    with the head have about unit variance. A fresh slot's state is near the embedding of its input, the mask token:
+    under a head that is tied to the embeddings, that token's own logit starts at |its embedding| / head_std, and the
+    first loss is as high.
 
     channel_rms: [K*H], at least 0; a channel that is always zero keeps its column. head_std: of the target's
     head. Raises ConfigError where they do not fit. Source: ours, measured on SmolLM2.

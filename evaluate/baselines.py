@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..drafter.walk import RowWalk, WalkRow, eligible_anchors, micro_tau
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..store import CacheReader, Row
 from .lookup import lookup_drafts
 from .measure import walk_drafts
@@ -87,7 +87,7 @@ def ngram_baselines(
                 _walk(_fit(others, vocab_size), mine, block_size, walks)
     except ConfigError as error:
         return Baselines(taus={}, note=f"none: {error}")
-    note = f"fitted on {len(fit_rows):,} rows"
+    note = f"fitted on {counted(len(fit_rows), 'row')}"
     if seen:
         note += f" in {parts} parts, each row drafted by an n-gram that did not see its prompt"
     return Baselines(taus={f"ngram_{order}": micro_tau(found) for order, found in walks.items()}, note=note)

@@ -14,13 +14,14 @@ import torch
 
 from ..drafter.checkpoint import LoadedDrafter, load_drafter
 from ..drafter.walk import RowWalk, micro_tau
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..store import TargetHead
 from ..store.durable import write_atomic
 from ..target import Target, TargetConfig, end_tokens, load_target
 from ..target.decode import TargetDecoder, check_decoding
 from ..target.prompts import Prompt, Prompts, read_prompts
 from .figures import walk_figures
+from .fit import check_sizes
 from .locate import locate_drafter
 from .lossless import compare
 from .measure import FrozenHead
@@ -101,13 +102,19 @@ def run_live(config: LiveConfig, say: Say) -> dict[str, Any]:
     )
     for notice in target.notices:
         say(notice)
-    check_fit(drafter, target)
+    check_sizes(
+        drafter.config,
+        f"target {target.name}",
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.num_layers,
+    )
     check_decoding(target)
     if config.tree_budgets:
         TargetDecoder(target).require_branching()
     prompts = _read_prompts(config, target, say)
     speculator = make_speculator(drafter, target)
-    say(f"{directory}: {len(prompts.prompts):,} prompts of {config.prompts}, target {config.target}")
+    say(f"{directory}: {counted(len(prompts.prompts), 'prompt')} of {config.prompts}, target {config.target}")
     rows = _decode_all(config, speculator, prompts.prompts, say)
     if config.save_rows:
         save_rows(config.save_rows, prompts.prompts, [row.chain for row in rows])
@@ -124,17 +131,6 @@ def run_live(config: LiveConfig, say: Say) -> dict[str, Any]:
         "saved_rows": str(config.save_rows) if config.save_rows else None,
         "seconds": time.perf_counter() - started,
     }
-
-
-def check_fit(drafter: LoadedDrafter, target: Target) -> None:
-    """Refuse a target that is not the drafter's, as far as sizes tell. ConfigError names the size."""
-    for what, ours, theirs in (
-        ("hidden size", drafter.config.hidden_size, target.hidden_size),
-        ("vocabulary", drafter.config.vocab_size, target.vocab_size),
-        ("number of layers", drafter.config.num_target_layers, target.num_layers),
-    ):
-        if ours != theirs:
-            raise ConfigError(f"target {target.name}: {what} {theirs}, the drafter was made for {ours}")
 
 
 def make_speculator(drafter: LoadedDrafter, target: Target) -> Speculator:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafter.draft import SlotCounts, block_states, head_chunks, slot_counts, slot_tokens
+from ..drafter.draft import SlotCounts, block_states, head_chunks, pack_key_values, slot_counts, slot_tokens
 from ..drafter.layout import PackLayout
 from ..drafter.model import DFlashDrafter
 from ..drafter.walk import RowWalk, WalkRow, eligible_anchors, walk_rows
@@ -114,9 +114,9 @@ def slot_states(
 
     `tokens` [T] are the pack's ids; never more than a chunk of blocks exists at once.
     """
-    config, like = model.config, model.fc.weight
-    states = torch.cat([torch.cat([row.states[layer] for layer in config.context_layer_ids], dim=1) for row in rows])
-    key_values = model.context_key_values(model.context_features(states.to(like)), layout.positions)
+    layers = model.config.context_layer_ids
+    states = torch.cat([torch.cat([row.states[layer] for layer in layers], dim=1) for row in rows])
+    key_values = pack_key_values(model, states, layout.row_offsets)
     for part, hidden in block_states(model, head.embed_tokens, key_values, layout, tokens[layout.anchors]):
         yield part, hidden[:, 1:]
 

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from ..drafter.checkpoint import LoadedDrafter, load_drafter
 from ..drafter.config import DrafterConfig
 from ..drafter.device import choose_device
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, counted
 from ..store import CacheReader, open_cache
 from ..store.splits import SPLITS, split_rows
 from .baselines import Baselines, TokenRow, lookup_tau, ngram_baselines, read_token_rows
 from .compare import check_comparable, comparison, unseen_rows
 from .diagnose import Diagnosis
+from .fit import check_sizes
 from .locate import locate_drafter
 from .measure import FrozenHead
 from .report import check_report, training_curve, write_report
@@ -95,7 +96,7 @@ def run_evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     check_match(drafter.config, cache)
     other = _load_other(config.against, directory, drafter, cache) if config.against else None
     split, rows = choose_rows(config.split, drafter, cache, other.drafter if other else None)
-    say(f"{directory}: {len(rows):,} rows ({split}) of {config.cache}")
+    say(f"{directory}: {counted(len(rows), 'row')} ({split}) of {config.cache}")
     row_ids = [cache.row_ids[index] for index in rows.tolist()]
     named = read_sources(config.sources, row_ids) if config.sources else dict.fromkeys(row_ids, UNNAMED)
     sources = [named[row_id] for row_id in row_ids]
@@ -148,13 +149,13 @@ def check_match(drafter: DrafterConfig, cache: CacheReader) -> None:
     """
     target = cache.target_config()
     num_layers = (target.get("text_config") or target).get("num_hidden_layers")
-    for what, ours, theirs in (
-        ("hidden size", drafter.hidden_size, cache.hidden_size),
-        ("vocabulary", drafter.vocab_size, cache.vocab_size),
-        ("number of target layers", drafter.num_target_layers, num_layers or drafter.num_target_layers),
-    ):
-        if ours != theirs:
-            raise ConfigError(f"{cache.place}: {what} {theirs}, the drafter's is {ours}: they are of different targets")
+    check_sizes(
+        drafter,
+        str(cache.place),
+        hidden_size=cache.hidden_size,
+        vocab_size=cache.vocab_size,
+        num_layers=num_layers or drafter.num_target_layers,
+    )
     missing = [layer for layer in drafter.context_layer_ids if layer not in cache.layer_ids]
     if missing:
         layers = ",".join(str(layer) for layer in sorted({*cache.layer_ids, *missing}))

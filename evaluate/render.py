@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import counted
+
 
 def render_evaluation(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Print what `run_evaluate` returned, to stdout by default.
@@ -51,8 +53,8 @@ def _tau_table(result: Mapping[str, Any]) -> Table:
 
 def _title(result: Mapping[str, Any]) -> str:
     return (
-        f"{result['rows']:,} rows ({result['split']}), {result['tokens']:,} tokens, "
-        f"{result['verifications']:,} verifications, block {result['block_size']}"
+        f"{counted(result['rows'], 'row')} ({result['split']}), {counted(result['tokens'], 'token')}, "
+        f"{counted(result['verifications'], 'verification')}, block {result['block_size']}"
     )
 
 
@@ -118,7 +120,7 @@ def _against_note(result: Mapping[str, Any]) -> str:
     verdict = "no difference can be told" if low <= 0 <= high else "better" if low > 0 else "worse"
     return (
         f"against {other['drafter']}: {other['difference']:+.3f} tau{kind} (95% of paired row resamples {low:+.3f} to "
-        f"{high:+.3f}) over {other['anchors']:,} anchors of the same {other['rows']:,} rows: {verdict}"
+        f"{high:+.3f}) over {other['anchors']:,} anchors of the same {counted(other['rows'], 'row')}: {verdict}"
     )
 
 

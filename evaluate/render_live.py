@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import counted
+
 
 def render_live(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Print what `run_live` returned, to stdout by default."""
@@ -28,7 +30,8 @@ def render_live(result: Mapping[str, Any], console: Console | None = None) -> No
         )
     table.add_row("plain", "1.000", "", "", f"{result['baseline_tokens_per_second']:.1f}", "1.00", "")
     table.title = (
-        f"{result['rows']:,} rows, {result['tokens']:,} tokens, {result['verifications']:,} verifications, "
+        f"{counted(result['rows'], 'row')}, {counted(result['tokens'], 'token')}, "
+        f"{counted(result['verifications'], 'verification')}, "
         f"block {result['block_size']}, {result['target_dtype']}"
     )
     console.print(table)
@@ -43,4 +46,7 @@ def _equality(found: Mapping[str, Any]) -> str:
     if found["lossless"] is None:
         return "sampled"
     counts = found["differences"]
-    return "equal" if found["lossless"] else f"{counts['ties']} rows differ from a tie on, {counts['other']} otherwise"
+    if found["lossless"]:
+        return "equal"
+    ties = "1 row differs" if counts["ties"] == 1 else f"{counts['ties']} rows differ"
+    return f"{ties} from a tie on, {counts['other']} otherwise"

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..store.durable import write_atomic
 
 METRICS = "metrics.jsonl"
@@ -57,7 +57,8 @@ def render_report(result: Mapping[str, Any], curve: Sequence[Mapping[str, Any]])
     parts = [
         f"<h1>tau {result['tau']['micro']:.3f}{kind}</h1>",
         f"<p>95% of row resamples {low:.3f} to {high:.3f}; macro {result['tau']['macro']:.3f}{kind}; "
-        f"{result['rows']:,} rows ({escape(result['split'])}), {result['verifications']:,} verifications, "
+        f"{counted(result['rows'], 'row')} ({escape(result['split'])}), "
+        f"{counted(result['verifications'], 'verification')}, "
         f"block {result['block_size']}</p>",
         _notice(result),
         _figure("tau by source", plots.tau_plot(result)),
@@ -93,8 +94,8 @@ def _against(result: Mapping[str, Any], kind: str) -> str:
     low, high = other["ci95"]
     return (
         f"<h2>against {escape(other['drafter'])}</h2><p>{other['difference']:+.3f} tau{kind} "
-        f"({low:+.3f} to {high:+.3f}) on the same {other['rows']:,} rows and {other['anchors']:,} anchors; the other: "
-        f"{other['tau']:.3f}{kind}, block {other['block_size']}, context layers "
+        f"({low:+.3f} to {high:+.3f}) on the same {counted(other['rows'], 'row')} and {other['anchors']:,} anchors; "
+        f"the other: {other['tau']:.3f}{kind}, block {other['block_size']}, context layers "
         f"{escape(str(other['context_layer_ids']))}</p>"
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import counted
 from ..evaluate.export import ExportConfig, run_export
 from ..evaluate.offline import EvaluateConfig, run_evaluate
 from ..extract.config import ExtractConfig
@@ -76,7 +77,7 @@ def _closing_lines(summary: dict[str, Any]) -> list[str]:
     out = Path(summary["cache"]).parent
     return [
         "",
-        f"tau {summary['tau']:.2f} tokens per verification on {summary['rows']} held-out rows "
+        f"tau {summary['tau']:.2f} tokens per verification on {counted(summary['rows'], 'held-out row')} "
         f"(95% interval {low:.2f} to {high:.2f}); a free n-gram earns {summary['ngram_tau']:.2f}",
         f"cache: {summary['cache']}, {summary['tokens']:,} tokens, "
         f"{summary['state_bytes'] / summary['raw_state_bytes']:.2f} of the raw states' size",

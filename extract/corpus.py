@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from ..errors import CorpusError
+from ..errors import CorpusError, counted
 from ..store.plan import CorpusFile
 from .chat import RowProblem
 from .rows import CorpusRow, RowEncoder
@@ -70,15 +70,19 @@ class CorpusRows:
         for (reason, count), places in zip(self.skipped.items(), self.skipped_places.values(), strict=True):
             more = ", ..." if count > NUM_PLACES_SHOWN else ""
             detail = f" ({details[reason]})" if details[reason] else ""
-            lines.append(f"skipped {count} rows: {reason}{detail}: {', '.join(places[:NUM_PLACES_SHOWN])}{more}")
+            lines.append(
+                f"skipped {counted(count, 'row')}: {reason}{detail}: {', '.join(places[:NUM_PLACES_SHOWN])}{more}"
+            )
         if self.num_duplicates:
-            lines.append(f"{self.num_duplicates} rows repeat an earlier row; they are kept, and held out together")
+            rows = f"{counted(self.num_duplicates, 'row')} repeat{'s' if self.num_duplicates == 1 else ''}"
+            lines.append(f"{rows} an earlier row; all are kept, and held out together")
         truncated = sum(row.truncated for row in self.rows)
         if truncated:
-            lines.append(f"cut {truncated} rows at the length limit")
+            lines.append(f"cut {counted(truncated, 'row')} at the length limit")
         turns = sum(row.num_unmasked_turns for row in self.rows)
         if turns:
-            lines.append(f"{turns} earlier replies are rewritten by the chat template, so they are context only")
+            replies = counted(turns, "earlier reply", "earlier replies")
+            lines.append(f"{replies} rewritten by the chat template: context only")
         return lines
 
 
@@ -130,12 +134,13 @@ def read_corpus(
                 continue
             num_tokens += row.num_tokens
             if limit_tokens is not None and num_tokens > limit_tokens:
-                return _checked(corpus, f"the first row has {row.num_tokens} tokens, over the limit of {limit_tokens}")
+                size = counted(row.num_tokens, "token")
+                return _checked(corpus, f"the first row has {size}, over the limit of {limit_tokens}")
             corpus.rows.append(row)
             corpus.num_duplicates += seen.add(row, content)
         if line == 0:
             raise CorpusError(f"{source.place}: there are no rows in it")
-    return _checked(corpus, f"none of the {len(corpus.skips)} rows is usable")
+    return _checked(corpus, f"none of {counted(len(corpus.skips), 'row')} is usable")
 
 
 def _checked(corpus: CorpusRows, problem: str) -> CorpusRows:

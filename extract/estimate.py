@@ -24,6 +24,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..store.manifest import read_manifest
 from ..store.plan import assign_rows
+from ..store.render import size
 from ..target import TargetDescription
 from .config import ExtractConfig
 
@@ -34,7 +35,6 @@ TOKEN_BYTES = 3
 ROW_BYTES = 100  # a row's entries in plan.json and in its shard
 SHARD_BYTES = 12_000  # zarr's metadata and a shard's record
 LAYER_BYTES = 1_400
-GIB = 2**30
 
 
 def estimate_bytes(
@@ -92,8 +92,8 @@ def check_work_space(work: Path, needed: int) -> None:
     free = free_bytes(work)
     if needed > free:
         raise ConfigError(
-            f"{work}: a shard of each worker, on its way into the bucket, needs about {needed / GIB:,.2f} GiB and the "
-            f"disk has {free / GIB:,.2f} GiB free: free some, choose another --work, or smaller shards (--shard-tokens)"
+            f"{work}: a shard of each worker, on its way into the bucket, needs about {size(needed)} and the "
+            f"disk has {size(free)} free: free some, choose another --work, or smaller shards (--shard-tokens)"
         )
 
 
@@ -106,6 +106,6 @@ def check_space(path: Path, estimated: int) -> None:
     needed, free = estimated - stored_bytes(path), free_bytes(path)
     if needed > free:
         raise ConfigError(
-            f"{path}: the cache needs about {needed / GIB:,.2f} GiB more and the disk has {free / GIB:,.2f} GiB free: "
+            f"{path}: the cache needs about {size(needed)} more and the disk has {size(free)} free: "
             "free some, choose another --out, or extract less (--limit, --limit-tokens, fewer --layers)"
         )

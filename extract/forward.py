@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import TargetError
+from ..errors import TargetError, counted
 from ..store import Plan, Row
 from ..target import Capture, Target, capture
 from .progress import Progress
@@ -83,8 +83,9 @@ def _capture_batch(target: Target, plan: Plan, rows: Sequence[CorpusRow]) -> Cap
     except torch.OutOfMemoryError as error:
         longest = max(row.num_tokens for row in rows)
         raise TargetError(
-            f"a batch of {len(rows)} rows of at most {longest} tokens does not fit into the memory of {target.device}: "
-            f"use a smaller --batch-tokens than {identity.batch_tokens} or a smaller --max-length, and another --out"
+            f"a batch of {counted(len(rows), 'row')} of at most {longest} tokens does not fit into the memory of "
+            f"{target.device}: use a smaller --batch-tokens than {identity.batch_tokens} or a smaller --max-length, "
+            "and another --out"
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..errors import CacheMismatch, ConfigError, DflashError
+from ..errors import CacheMismatch, ConfigError, DflashError, counted
 from ..target import TargetConfig, load_target
 from ..target.prompts import Prompt, Prompts, read_prompts
 from .journal import Journal
@@ -207,8 +207,8 @@ def _read_prompts(config: GenerateConfig, local: LocalTarget | None, say: Say) -
     with_tools = [prompt for prompt in found.prompts if prompt.raw.get("tools")]
     if with_tools:
         raise ConfigError(
-            f"{config.prompts}: {len(with_tools)} prompts carry tools, such as {with_tools[0].id}: calls of tools are "
-            "not generated; take these prompts out"
+            f"{config.prompts}: {counted(len(with_tools), 'prompt')} with tools, such as {with_tools[0].id}: calls of "
+            "tools are not generated; take these prompts out"
         )
     for notice in found.notices(config.prompts):
         say(notice)

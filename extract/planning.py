@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import DflashError
-from ..store.append import check_same_settings, extend_plan, is_appended
+from ..store.append import check_same_settings, extend_plan, is_appended, refuse_difference
+from ..store.layout import MANIFEST, PLAN
 from ..store.manifest import check_manifest, read_manifest
-from ..store.plan import Identity, Plan, assign_rows, hash_prompt, read_plan
-from ..target import Target
+from ..store.plan import CorpusFile, Identity, Plan, assign_rows, hash_prompt, read_plan
+from ..target import Target, TargetDescription, attention_in_effect
 from .config import ExtractConfig
 from .corpus import CorpusRows
 from .rows import CorpusRow
@@ -21,20 +23,37 @@ from .sources import Source
 PlacedRows = dict[int, CorpusRow]
 
 
+class Weights(NamedTuple):
+    """What a loaded target adds to its description: the digest of its weights, and its attention implementation."""
+
+    fingerprint: str
+    attention: str
+
+    @classmethod
+    def of(cls, target: Target, config: ExtractConfig) -> Weights:
+        """Return those of a target that was loaded as the settings say."""
+        return cls(target.fingerprint, attention_in_effect(target.config, config.attention))
+
+
 def make_identity(
-    config: ExtractConfig, target: Target, corpus: CorpusRows, layer_ids: tuple[int, ...], max_length: int | None
+    config: ExtractConfig,
+    description: TargetDescription,
+    weights: Weights,
+    files: tuple[CorpusFile, ...],
+    layer_ids: tuple[int, ...],
+    max_length: int | None,
 ) -> Identity:
     """Return everything that goes into the cache. `max_length` is the limit that was applied to the rows."""
     return Identity(
-        target_name=target.name,
-        target_revision=target.revision,
-        target_fingerprint=target.fingerprint,
-        tokenizer_hash=target.tokenizer_hash,
-        template_hash=target.template_hash,
-        corpus=corpus.files,
+        target_name=description.name,
+        target_revision=description.revision,
+        target_fingerprint=weights.fingerprint,
+        tokenizer_hash=description.tokenizer_hash,
+        template_hash=description.template_hash,
+        corpus=files,
         layer_ids=layer_ids,
-        dtype=target.description.dtype,
-        attention=str(getattr(target.config, "_attn_implementation", None) or config.attention),
+        dtype=description.dtype,
+        attention=weights.attention,
         max_length=max_length,
         codec=config.codec,
         top_k=config.top_k,
@@ -46,7 +65,7 @@ def make_identity(
     )
 
 
-def make_plan(identity: Identity, target: Target, corpus: CorpusRows) -> tuple[Plan, list[CorpusRow]]:
+def make_plan(identity: Identity, target: TargetDescription, corpus: CorpusRows) -> tuple[Plan, list[CorpusRow]]:
     """Return the plan and the rows in its order. A pure function of its arguments."""
     order, shard_rows = assign_rows([row.num_tokens for row in corpus.rows], identity.shard_tokens)
     rows = [corpus.rows[index] for index in order.tolist()]
@@ -65,11 +84,14 @@ def make_plan(identity: Identity, target: Target, corpus: CorpusRows) -> tuple[P
     return plan, rows
 
 
-def plan_parts(identity: Identity, target: Target, parts: Sequence[CorpusRows], out: Path) -> tuple[Plan, PlacedRows]:
+def plan_parts(
+    identity: Identity, target: TargetDescription, parts: Sequence[CorpusRows], out: Path
+) -> tuple[Plan, PlacedRows]:
     """Return the plan of a cache with all its extensions, and its rows by their place in it.
 
     Args:
         identity: the cache's.
+        target: its target.
         parts: the rows it was begun with, and those of each extension.
         out: the cache, for messages.
     """
@@ -111,6 +133,33 @@ def earlier_files(out: Path, sources: Sequence[Source]) -> list[str]:
     if count and [file.sha256 for file in files[-count:]] == [source.file.sha256 for source in sources]:
         files = files[:-count]
     return [file.name for file in files]
+
+
+def refuse_early(
+    config: ExtractConfig,
+    description: TargetDescription,
+    files: tuple[CorpusFile, ...],
+    layer_ids: tuple[int, ...],
+    max_length: int | None,
+) -> None:
+    """Refuse to go on in a cache of other inputs, as far as they can be told apart without the target's weights.
+
+    Raises:
+        CacheMismatch: naming the field, both values and what to do.
+        CacheMissing, CacheIncomplete, CacheCorrupt: the cache cannot be read, or is not there to be extended.
+    """
+    if config.append or (config.folder / MANIFEST).exists():
+        found = read_manifest(config.folder).identity
+    elif (config.folder / PLAN).exists():
+        found = read_plan(config.folder).identity
+    else:
+        return
+    weights = Weights(found.target_fingerprint, found.attention)
+    ours = make_identity(config, description, weights, files, layer_ids, max_length)
+    if config.append:
+        check_same_settings(found, ours, config.folder)
+    else:
+        refuse_difference(config.folder, ours, found)
 
 
 def is_finished(config: ExtractConfig, sources: Sequence[Source]) -> bool:

@@ -23,9 +23,9 @@ from ..store.replace import replace_manifest, replace_shard, replace_target
 from ..store.source import open_source
 from ..target import Target, describe_target, load_target
 from .config import ExtractConfig
-from .corpus import CorpusRows, read_corpus
+from .corpus import read_corpus
 from .forward import compute_shard
-from .planning import PlacedRows, make_identity, plan_parts
+from .planning import PlacedRows, Weights, make_identity, plan_parts
 from .progress import Progress, SilentProgress
 from .run import package_versions, target_head
 from .sources import open_sources
@@ -165,8 +165,10 @@ def _plan_again(
     target = load_target(settings.target_config(), description)
     for notice in target.notices:
         progress.notice(notice)
-    given_files = CorpusRows(files=tuple(source.file for source in sources))
-    found = make_identity(settings, target, given_files, identity.layer_ids, identity.max_length)
+    files = tuple(source.file for source in sources)
+    found = make_identity(
+        settings, description, Weights.of(target, settings), files, identity.layer_ids, identity.max_length
+    )
     differences = replace(identity, appended=()).differences(found)
     if differences:
         name, expected, given = differences[0]
@@ -187,7 +189,7 @@ def _plan_again(
         )
         parts.append(corpus)
         first += count
-    plan, rows = plan_parts(identity, target, parts, cache)
+    plan, rows = plan_parts(identity, description, parts, cache)
     recorded = manifest.files[plan_file(manifest.generation)]
     if plan_is_bad:
         data = seal(plan.fields())

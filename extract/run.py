@@ -8,17 +8,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..store import CacheWriter, Plan, TargetHead
 from ..store.bucket import Bucket, is_url
 from ..store.bucket_writer import BucketWriter
-from ..store.manifest import read_manifest
-from ..target import Target, TargetDescription, describe_target, load_target, parse_layer_ids
+from ..store.manifest import Manifest, read_manifest
+from ..store.render import size
+from ..store.writer import refuse_strangers
+from ..target import (
+    Target,
+    TargetDescription,
+    describe_target,
+    load_target,
+    parse_layer_ids,
+    stored_weights,
+)
 from .config import ExtractConfig
 from .corpus import CorpusRows, read_corpus
-from .estimate import GIB, check_space, check_work_space, estimate_bytes, free_bytes
+from .estimate import check_space, check_work_space, estimate_bytes, free_bytes
 from .forward import compute_shard
-from .planning import earlier_files, is_finished, make_identity, make_plan, plan_append
+from .planning import Weights, earlier_files, is_finished, make_identity, make_plan, plan_append, refuse_early
 from .progress import Progress, SilentProgress
 from .rows import CorpusRow
 from .sources import Source, open_sources
@@ -52,9 +61,15 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
     """
     started = time.monotonic()
     reporter = _Reporter(progress or SilentProgress())
+    local = not is_url(config.out)
+    if local:
+        refuse_strangers(config.folder)
     sources = open_sources(config.corpus)
     description = describe_target(config.target_config())
     layer_ids, max_length = _resolve(config, description)
+    if local and not config.dry_run:
+        files = tuple(source.file for source in sources)
+        refuse_early(config, description, files, layer_ids, max_length)
     corpus = _read(config, sources, description, max_length, reporter)
     finished = is_finished(config, sources)
     estimated = _estimate(config, description, corpus, len(layer_ids), finished, reporter)
@@ -69,11 +84,14 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
             "duplicates": corpus.num_duplicates,
             "notices": reporter.notices,
         }
+    unchanged = _unchanged(config, description, corpus, layer_ids, max_length) if local and finished else None
+    if unchanged is not None:
+        return _result(config, corpus, unchanged, reporter, started, estimated)
     if not finished:
         _check_room(config, description, corpus, len(layer_ids), estimated)
     target = load_target(config.target_config(), description)
     reporter.extend(target.notices)
-    plan, rows = _plan(config, target, corpus, layer_ids, max_length)
+    plan, rows = _plan(config, description, Weights.of(target, config), corpus, layer_ids, max_length)
     with _open_writer(config, plan, target) as writer:
         resumed_rows = writer.resumed_rows
         reporter.extend(writer.take_notices())
@@ -82,17 +100,32 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
             rate = _extract_shards(target, plan, rows, writer, reporter)
             manifest = writer.finish()
             reporter.extend(failures())
+    return _result(config, corpus, manifest, reporter, started, estimated) | {
+        "resumed_rows": resumed_rows,
+        "tokens_per_second": rate,
+    }
+
+
+def _result(
+    config: ExtractConfig,
+    corpus: CorpusRows,
+    manifest: Manifest,
+    reporter: _Reporter,
+    started: float,
+    estimated: int,
+) -> dict[str, Any]:
+    """Return what `run_extract` does of a finished cache, all of it there before."""
     return {
         "cache": str(config.out),
         "rows": manifest.num_rows,
         "tokens": manifest.num_tokens,
-        "resumed_rows": resumed_rows,
+        "resumed_rows": manifest.num_rows + sum(manifest.dropped.values()),
         "skipped": dict(manifest.skipped),
         "skipped_places": corpus.skipped_places,
         "duplicates": corpus.num_duplicates,
         "dropped": dict(manifest.dropped),
         "seconds": time.monotonic() - started,
-        "tokens_per_second": rate,
+        "tokens_per_second": 0.0,
         "state_bytes": manifest.state_bytes,
         "raw_state_bytes": manifest.raw_state_bytes,
         "estimated_bytes": estimated,
@@ -150,13 +183,38 @@ def _read(
 
 
 def _plan(
-    config: ExtractConfig, target: Target, corpus: CorpusRows, layer_ids: tuple[int, ...], max_length: int | None
+    config: ExtractConfig,
+    description: TargetDescription,
+    weights: Weights,
+    corpus: CorpusRows,
+    layer_ids: tuple[int, ...],
+    max_length: int | None,
 ) -> tuple[Plan, dict[int, CorpusRow]]:
     """Return the cache's plan, and the corpus' rows by their place in it."""
-    plan, rows = make_plan(make_identity(config, target, corpus, layer_ids, max_length), target, corpus)
+    identity = make_identity(config, description, weights, corpus.files, layer_ids, max_length)
+    plan, rows = make_plan(identity, description, corpus)
     if config.append:
         plan = plan_append(config.folder, plan)
     return plan, dict(enumerate(rows, plan.num_rows - len(rows)))
+
+
+def _unchanged(
+    config: ExtractConfig,
+    description: TargetDescription,
+    corpus: CorpusRows,
+    layer_ids: tuple[int, ...],
+    max_length: int | None,
+) -> Manifest | None:
+    """Return the manifest of a finished cache of these very inputs, found without loading the target.
+
+    None where only a loaded target tells, or where its weights differ: the way of an unfinished cache refuses that.
+    """
+    found = read_manifest(config.folder).identity
+    weights = stored_weights(config.target_config(), description)
+    if weights is None or weights != (found.target_fingerprint, found.attention):
+        return None
+    plan, _ = _plan(config, description, Weights(*weights), corpus, layer_ids, max_length)
+    return CacheWriter.reopen(config.folder, plan)
 
 
 def _open_writer(config: ExtractConfig, plan: Plan, target: Target) -> CacheWriter:
@@ -204,8 +262,9 @@ def _estimate(
     else:
         estimated = estimate_bytes(config, description, num_layers, [row.num_tokens for row in corpus.rows])
     reporter.progress.notice(
-        f"{len(corpus.rows):,} rows, {corpus.num_tokens:,} tokens: the cache takes about {estimated / GIB:,.3f} GiB, "
-        f"{free_bytes(config.folder) / GIB:,.1f} GiB are free{f' in {config.folder}' if is_url(config.out) else ''}"
+        f"{counted(len(corpus.rows), 'row')}, {counted(corpus.num_tokens, 'token')}: the cache takes about "
+        f"{size(estimated)}, {size(free_bytes(config.folder))} are free"
+        + (f" in {config.folder}" if is_url(config.out) else "")
     )
     return estimated
 
@@ -240,7 +299,8 @@ def _shard_tokens(plan: Plan, shard: int) -> int:
 
 def _drop_notices(shard: int, dropped: Mapping[str, Sequence[str]]) -> list[str]:
     return [
-        f"shard {shard}: dropped {len(ids)} rows: {reason}: {', '.join(ids[:5])}{', ...' if len(ids) > 5 else ''}"
+        f"shard {shard}: dropped {counted(len(ids), 'row')}: {reason}: {', '.join(ids[:5])}"
+        + (", ..." if len(ids) > 5 else "")
         for reason, ids in dropped.items()
     ]
 

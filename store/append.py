@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CacheMismatch
+from .layout import plan_file
 from .plan import COLUMNS, Identity, Plan
 
 
@@ -87,6 +88,32 @@ def check_same_settings(old: Identity, new: Identity, cache: Path) -> None:
         )
 
 
+def refuse_difference(path: Path, ours: Identity, found: Identity, *, extending: bool = False) -> None:
+    """Refuse to go on in a cache of another identity, naming the first field that differs.
+
+    Args:
+        path: the cache.
+        ours, found: the identity of this run, and the one there.
+        extending: the one there is that of an extension that was begun.
+
+    Raises:
+        CacheMismatch: they differ.
+    """
+    differences = ours.differences(found)
+    if not differences:
+        return
+    remedy = "use another --out, or delete that folder"
+    if extending:
+        unfinished = ", ".join(file.name for file in found.corpus[-found.appended[-1] :])
+        remedy = (
+            f"finish the extension by {unfinished} that was begun there, or delete "
+            f"{path / plan_file(found.generation)} to give it up"
+        )
+    elif differences[0][0] == "corpus":
+        remedy += "; --append extends a finished cache by new files"
+    raise CacheMismatch(f"{path}: holds a cache of other inputs: {name_differences(differences)}; {remedy}")
+
+
 def name_differences(differences: Sequence[tuple[str, object, object]]) -> str:
     """Return what differs between two identities, for a message: the first field with both values, the others' names.
 
@@ -94,12 +121,7 @@ def name_differences(differences: Sequence[tuple[str, object, object]]) -> str:
     """
     name, ours, theirs = differences[0]
     more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
-    return f"{name} is {_short(theirs)} there, {_short(ours)} now{more}"
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"{name} is {theirs} there, {ours} now{more}"
 
 
 def _extend_identity(old: Identity, part: Identity, cache: Path) -> Identity:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from .jsonfile import Fields, digest_json, is_hexadecimal
 from .layout import DTYPES, FORMAT_VERSION, MAX_LAYERS, MAX_ROW_TOKENS, MAX_TOP_K
 
 INFORMATIVE = ("target_name", "target_revision")  # a moved or renamed target stays itself: its fingerprint decides
+SHOWN_FILES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +113,28 @@ class Identity:
         return digest_json(self.hashed_fields())
 
     def differences(self, other: Identity) -> list[tuple[str, Any, Any]]:
-        """Return (field, ours, theirs) for each hashed field in which two identities differ."""
+        """Return (field, ours, theirs) for each hashed field in which two identities differ; of the corpus in words."""
         ours, theirs = self.hashed_fields(), other.hashed_fields()
-        keys = [*ours, *(key for key in theirs if key not in ours)]
-        return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
+        keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        corpus = _differing_files(self.corpus, other.corpus)
+        return [(key, *(corpus if key == "corpus" else (ours.get(key), theirs.get(key)))) for key in keys]
+
+
+def _differing_files(ours: Sequence[CorpusFile], theirs: Sequence[CorpusFile]) -> tuple[str, str]:
+    """Return in words which files either corpus holds, from the first one on that is not the other's."""
+    pairs = zip(ours, theirs, strict=False)
+    alike = next(
+        (number for number, (a, b) in enumerate(pairs) if (a.sha256, a.num_bytes) != (b.sha256, b.num_bytes)),
+        min(len(ours), len(theirs)),
+    )
+
+    def words(files: Sequence[CorpusFile]) -> str:
+        shown = [f"{file.name} ({file.num_bytes:,} bytes, sha256 {file.sha256[:12]})" for file in files[alike:]]
+        more = [f"{len(shown) - SHOWN_FILES} more"] if len(shown) > SHOWN_FILES else []
+        listed = " and ".join([", ".join(shown[:SHOWN_FILES]), *more]) or "no more"
+        return f"{counted(alike, 'file')} alike, then {listed}" if alike else listed
+
+    return words(ours), words(theirs)
 
 
 def parse_identity(source: Fields) -> Identity:

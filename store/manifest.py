@@ -259,6 +259,8 @@ def count_committed(cache: Path, plan: Plan) -> int:
 
 
 def _incomplete(cache: Path) -> CacheMissing:
+    if cache.exists() and not cache.is_dir():
+        return CacheMissing(f"{cache}: this is a file, and a cache is a folder: give the folder that holds {MANIFEST}")
     if not cache.is_dir():
         return CacheMissing(f"{cache}: no cache here (no such folder); `dflash extract --out {cache}` makes one")
     try:

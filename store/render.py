@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import counted
+
 UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 SHOWN_PROBLEMS = 20
 
@@ -28,7 +30,7 @@ def render_description(info: dict[str, Any]) -> None:
         "cache": info["cache"],
         "target": target,
         "corpus": ", ".join(file["name"] for file in inputs["corpus"]),
-        "rows": f"{info['rows']:,} in {info['shards']:,} shards",
+        "rows": f"{info['rows']:,} in {counted(info['shards'], 'shard')}",
         "tokens": f"{info['tokens']:,}",
         "size": f"{size(info['bytes'])}, {size(per_million)} per million tokens",
         "states": f"{size(info['state_bytes'])}, {info['bits_per_value']:.2f} bits per value, "
@@ -61,7 +63,7 @@ def render_verification(found: dict[str, Any]) -> None:
     """Print what `verify` returns."""
     console = _console()
     if found["ok"]:
-        console.print(f"all {found['files']:,} files ({size(found['bytes'])}) are what the manifest says")
+        console.print(f"all {counted(found['files'], 'file')} ({size(found['bytes'])}) are what the manifest says")
         return
     for problem in found["problems"][:SHOWN_PROBLEMS]:
         console.print(problem)
@@ -77,10 +79,10 @@ def render_verification(found: dict[str, Any]) -> None:
 def render_difference(found: dict[str, Any]) -> None:
     """Print what `diff_caches` returns."""
     console = _console()
-    console.print(f"{found['rows']:,} rows in both, {found['tokens']:,} tokens")
+    console.print(f"{counted(found['rows'], 'row')} in both, {counted(found['tokens'], 'token')}")
     for key, text in (("only_a", "only in A"), ("only_b", "only in B"), ("other_tokens", "with other tokens in B")):
         if found[key]:
-            console.print(f"{found[key]:,} rows {text}: not compared")
+            console.print(f"{counted(found[key], 'row')} {text}: not compared")
     table = Table()
     for name in ("layer", "mean cosine", "least cosine", "max error", "rms error / rms", "bit-equal", "not finite"):
         table.add_column(name, justify="right")

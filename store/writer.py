@@ -17,12 +17,11 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, TargetError
-from .append import check_extends, name_differences
+from .append import check_extends, refuse_difference
 from .claims import Claims, ShardClaims, exclusive
 from .codecs import check_codec
 from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale
 from .head import TargetHead, write_head
-from .identity import Identity
 from .layout import (
     CLAIMS,
     LOCK,
@@ -93,10 +92,28 @@ class CacheWriter:
         """
         check_fits(plan, head)
         cache = Path(path).absolute()
-        _refuse_strangers(cache)
+        refuse_strangers(cache)
         writer = cls(cache, plan, versions)
         writer._begin(head, target_files)
         return writer
+
+    @classmethod
+    def reopen(cls, path: Path | str, plan: Plan) -> Manifest:
+        """Return the manifest of a finished cache of this plan, after the checks that `create_or_resume` makes.
+
+        Raises:
+            CacheMismatch: the cache there has another plan.
+            CacheMissing, CacheIncomplete, CacheCorrupt: it is not finished, or damaged.
+        """
+        cache = Path(path).absolute()
+        manifest = read_manifest(cache)
+        if manifest.generation != plan.identity.generation:
+            refuse_difference(cache, plan.identity, manifest.identity)
+        writer = cls(cache, plan, manifest.versions)
+        with explained(cache), exclusive(cache):
+            writer._start_or_match()
+            writer._take_stock()
+        return manifest
 
     @property
     def missing_shards(self) -> list[int]:
@@ -251,36 +268,20 @@ class CacheWriter:
             if not (self.path / plan_file(generation)).exists():
                 self._remove_shards_from(base.num_shards)
         if finished is not None and finished.generation not in (generation, generation - 1):
-            self._refuse_difference(finished.identity)
+            refuse_difference(self.path, self.plan.identity, finished.identity)
         if not (self.path / plan_file(generation)).exists():
             write_plan(self.path, self.plan)
             (self.path / SHARDS).mkdir(exist_ok=True)
             fsync_path(self.path)
             return
         found = read_plan(self.path, generation)
-        self._refuse_difference(found.identity)
+        refuse_difference(self.path, self.plan.identity, found.identity, extending=self._extended is not None)
         if found.digest != self.plan.digest:
             raise CacheMismatch(
                 f"{self.path}: holds a cache whose rows differ from the ones planned now, though its inputs are the "
                 "same: another version of transformers tokenizes otherwise; use another --out, or delete that folder"
             )
         self.plan = found  # the same in all that counts; its names are the ones the cache was begun with
-
-    def _refuse_difference(self, found: Identity) -> None:
-        """Refuse to go on in a cache of another identity, naming the first field that differs."""
-        differences = self.plan.identity.differences(found)
-        if not differences:
-            return
-        remedy = "use another --out, or delete that folder"
-        if self._extended is not None:
-            unfinished = ", ".join(file.name for file in found.corpus[-found.appended[-1] :])
-            remedy = (
-                f"finish the extension by {unfinished} that was begun there, or delete "
-                f"{self.path / plan_file(found.generation)} to give it up"
-            )
-        elif differences[0][0] == "corpus":
-            remedy += "; --append extends a finished cache by new files"
-        raise CacheMismatch(f"{self.path}: holds a cache of other inputs: {name_differences(differences)}; {remedy}")
 
     def _remove_shards_from(self, first: int) -> None:
         """Remove shards of an extension that was given up."""
@@ -361,9 +362,18 @@ def check_fits(plan: Plan, head: TargetHead) -> None:
         )
 
 
-def _refuse_strangers(cache: Path) -> None:
-    """Refuse a folder that holds other things than a cache, before a single file is written into it."""
-    if not cache.exists() or (cache / PLAN).exists():
+def refuse_strangers(cache: Path) -> None:
+    """Refuse a place that cannot become a cache, before anything is read for it or written into it.
+
+    Raises:
+        CacheMismatch: it is a file, or a folder that holds other things than a cache.
+    """
+    if not cache.exists():
+        place = next(parent for parent in cache.absolute().parents if parent.exists())
+        if not place.is_dir():
+            raise CacheMismatch(f"{cache}: cannot be made, for {place} is a file; use another --out")
+        return
+    if (cache / PLAN).exists():
         return
     if not cache.is_dir():
         raise CacheMismatch(f"{cache}: is a file; the cache needs a folder of its own, use another --out")

@@ -168,9 +168,9 @@ def _matmul_seconds(dtype: torch.dtype, size: int = 192, tries: int = 3) -> floa
 
 
 def _load_model(config: TargetConfig, description: TargetDescription, device: torch.device) -> tuple[Any, set[str]]:
-    loader = _auto_class(description)
+    loader = auto_class(description)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, info = loader.from_pretrained(
                 config.name,
                 revision=config.revision,
@@ -196,7 +196,13 @@ def _load_model(config: TargetConfig, description: TargetDescription, device: to
     return model, set(info["unexpected_keys"])
 
 
-def _auto_class(description: TargetDescription) -> Any:
+def attention_in_effect(text_config: Any, asked: str) -> str:
+    """Return the attention implementation of a model that was built as asked, by its text configuration."""
+    return str(getattr(text_config, "_attn_implementation", None) or asked)
+
+
+def auto_class(description: TargetDescription) -> Any:
+    """Return the transformers class that loads it. TargetError: there is none."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - seconds
     from transformers.models.auto.modeling_auto import (  # noqa: PLC0415
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -215,7 +221,8 @@ def _auto_class(description: TargetDescription) -> Any:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers from writing warnings and progress bars."""
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - seconds
 
     logging: Any = transformers_logging

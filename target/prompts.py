@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorpusError
+from ..errors import CorpusError, counted
 
 UNNAMED_SOURCE = "prompts"
 
@@ -50,7 +50,7 @@ class Prompts:
     def notices(self, path: Path) -> list[str]:
         """One line for each reason of skipping, with the first lines."""
         return [
-            f"skipped {len(lines)} prompts: {reason}: {path}:{', '.join(map(str, lines[:5]))}"
+            f"skipped {counted(len(lines), 'prompt')}: {reason}: {path}:{', '.join(map(str, lines[:5]))}"
             + (", ..." if len(lines) > 5 else "")
             for reason, lines in self.skipped_lines.items()
         ]

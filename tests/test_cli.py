@@ -93,7 +93,15 @@ def test_print_config_shows_every_key_and_with_a_cache_every_resolved_value(tiny
         (["extract", "--corpus", "{corpus}", "--target", "{target}", "--out", "{out}", "--layers", "1,9"], "9"),
         (["extract", "--corpus", "{corpus}", "--target", "{target}", "--out", "{out}", "--codec", "q9"], "lossless"),
         (["cache", "verify", "{target}"], "{target}"),
+        (["cache", "verify", "{corpus}"], "{corpus}: this is a file, and a cache is a folder"),
+        (["cache", "info", "{corpus}"], "{corpus}: this is a file, and a cache is a folder"),
         (["cache", "repair", "{target}"], "{target}"),
+        (["cache", "repair", "{corpus}"], "{corpus}: this is a file, and a cache is a folder"),
+        (
+            ["train", "--cache", "{cache}", "--out", "{out}", "--set", "block_size=1000"],
+            "block_size = 1000: no training row fills even half a block",
+        ),
+        (["train", "--cache", "{cache}", "--out", "{out}", "--device", "foo"], "--device foo: expected auto, cpu"),
         (["cache", "diff", "{cache}", "{target}"], "{target}"),
         (["train", "--cache", "{cache}", "--out", "{corpus}/run", "--steps", "1"], "{corpus}"),
         (["train", "--cache", "{cache}", "--out", "{out}", "--steps", "1", "--set", "epochs=3"], "has no effect"),
@@ -148,6 +156,7 @@ def test_options_of_the_other_way_to_evaluate_are_a_usage_error(
     for arguments, message in [
         ([*live, "--split", "all"], "--split: not for live evaluation"),
         (["--drafter", tiny_cache, "--cache", tiny_cache, "--rows", 3], "--rows: not for offline evaluation"),
+        (["--drafter", tiny_cache, "--cache", tiny_cache, "--temperature", 0], "--temperature: not for offline"),
         (["--drafter", tiny_cache, "--target", tiny_target_dir], "give --cache"),
     ]:
         result = run("evaluate", *arguments)

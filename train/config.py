@@ -6,9 +6,11 @@ recipe and the facts of one cache into a `ResolvedConfig` in which nothing is op
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..drafter.config import DrafterConfig
 from ..errors import ConfigError
@@ -25,6 +27,26 @@ Tracker = Literal["none", "tensorboard", "trackio", "wandb"]
 NoiseKind = Literal["none", "uniform", "gaussian"]
 NoiseSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["auto", "float32", "bfloat16"]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "Shard": get_args(Shard), "Tracker": get_args(Tracker), "NoiseKind": get_args(NoiseKind),
+    "NoiseSchedule": get_args(NoiseSchedule), "Precision": get_args(Precision),
+}  # fmt: skip
+LABEL_SOURCES = "corpus, target, final, layer:last or layer:ID"
+CONTEXT_LAYERS = "all, all-but-label or a list of ids"
+
+_Range = tuple[str, Callable[[float], bool]]
+_ABOVE_0: _Range = ("above 0", lambda value: 0 < value < math.inf)
+_FROM_0: _Range = ("from 0 up", lambda value: 0 <= value < math.inf)
+_BELOW_1: _Range = ("from 0 to below 1", lambda value: 0 <= value < 1)
+RANGES: dict[str, _Range] = {
+    **dict.fromkeys(("noise_scale", "weight_decay", "sliding_layers", "seed", "warmup_steps"), _FROM_0),
+    **dict.fromkeys(("beta1", "beta2", "heldout_share"), _BELOW_1),
+    "kl_weight": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "block_size": ("of at least 2 (the anchor and one drafted token)", lambda value: value >= 2),
+    "mask_token_id": ("", lambda _value: True),
+}
+"""What a number may be, in words and as a check: above 0, but for these. The mask token's range is the vocabulary's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,25 +106,8 @@ class Recipe:
     tracker: Tracker = "none"
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        positive = ["num_layers", "gamma", "kl_temperature", "epochs", "grad_clip"]
-        positive += ["shuffle_tokens", "eval_rows", "keep_checkpoints", "checkpoint_minutes"]
-        optional = ["block_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window"]
-        optional += ["steps", "lr", "eval_every", "checkpoint_every", "pack_tokens", "anchors_per_pack"]
-        optional += ["packs_per_step"]
-        for name in positive + [name for name in optional if getattr(self, name) is not None]:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: expected a positive number")
-        for name in ("noise_scale", "weight_decay", "sliding_layers", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: expected zero or more")
-        for name in ("beta1", "beta2", "heldout_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: expected 0 <= {name} < 1")
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps = {self.warmup_steps}: expected zero or more")
-        if self.block_size is not None and self.block_size < 2:
-            raise ConfigError(f"block_size = {self.block_size}: expected at least 2 (the anchor and one drafted token)")
+        for field in fields(self):
+            _check_value(field.name, str(field.type), getattr(self, field.name))
         if self.steps is not None and self.epochs != Recipe.epochs:
             raise ConfigError(f"epochs = {self.epochs} has no effect with steps = {self.steps}: set one of them")
         self._check_noise()
@@ -126,12 +131,8 @@ class Recipe:
         if self.label_source not in ("corpus", "target", "final"):
             kind, _, layer = self.label_source.partition(":")
             if kind != "layer" or not (layer == "last" or layer.isdecimal()):
-                raise ConfigError(
-                    f"label_source = {self.label_source!r}: expected corpus, target, final, layer:last or layer:ID"
-                )
+                raise ConfigError(f"label_source = {self.label_source!r}: expected {LABEL_SOURCES}")
         from_state = self.label_source not in ("corpus", "target")
-        if not 0 <= self.kl_weight <= 1:
-            raise ConfigError(f"kl_weight = {self.kl_weight}: expected a share from 0 to 1")
         if self.kl_weight and not from_state:
             raise ConfigError(f"kl_weight needs a label state (layer:... or final); label_source = {self.label_source}")
         if self.kl_temperature != 1 and not self.kl_weight:
@@ -139,7 +140,7 @@ class Recipe:
         if self.noisy_labels and not from_state:
             raise ConfigError(f"noisy_labels needs a label state (layer:... or final), not {self.label_source!r}")
         if isinstance(self.context_layers, str) and self.context_layers not in ("all", "all-but-label"):
-            raise ConfigError(f"context_layers = {self.context_layers!r}: expected all, all-but-label or a list of ids")
+            raise ConfigError(f"context_layers = {self.context_layers!r}: expected {CONTEXT_LAYERS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,7 @@ class CacheFacts:
     dtype: str
     num_train_tokens: int
     num_train_shards: int
+    longest_reply_tokens: int
     target_config: dict[str, Any]
     tokenizer: TokenizerFacts
 
@@ -198,6 +200,11 @@ def resolve(recipe: Recipe, facts: CacheFacts, precision: str, packs_per_step: i
     """
     label_layer = _label_layer(recipe, facts)
     drafter = _drafter_config(recipe, facts, _context_layers(recipe, facts, label_layer))
+    if drafter.block_size > 2 * facts.longest_reply_tokens:
+        raise ConfigError(
+            f"block_size = {drafter.block_size}: no training row fills even half a block, the longest reply has "
+            f"{facts.longest_reply_tokens} tokens; set a smaller block_size, or extract rows with longer replies"
+        )
     pack_tokens, anchors_per_pack = LARGE_PACK if facts.hidden_size >= LARGE_HIDDEN else SMALL_PACK
     pack_tokens = recipe.pack_tokens or pack_tokens
     packs_per_step = recipe.packs_per_step or packs_per_step
@@ -303,29 +310,34 @@ def _drafter_config(recipe: Recipe, facts: CacheFacts, context_layers: tuple[int
     )
 
 
-def _check_types(recipe: Recipe) -> None:
-    for field in fields(recipe):
-        value, kind = getattr(recipe, field.name), str(field.type)
-        allowed: tuple[type, ...] = ()
-        if "int" in kind.replace("tuple[int, ...]", ""):
-            allowed += (int,)
-        if "float" in kind:
-            allowed += (int, float)
-        if "str" in kind or "Kind" in kind or "Schedule" in kind or "Precision" in kind or kind in ("Shard", "Tracker"):
-            allowed += (str,)
-        if kind == "bool":
-            allowed = (bool,)
-        if "tuple" in kind:
-            allowed += (tuple,)
-        if value is None and "None" in kind:
-            continue
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            raise ConfigError(f"{field.name} = {value!r}: expected {kind}")
-    choices = {"noise_kind": NoiseKind, "noise_schedule": NoiseSchedule, "precision": Precision}
-    choices |= {"shard": Shard, "tracker": Tracker}
-    for name, choice in choices.items():
-        if getattr(recipe, name) not in choice.__args__:  # type: ignore[attr-defined]
-            raise ConfigError(f"{name} = {getattr(recipe, name)!r}: expected one of {', '.join(choice.__args__)}")  # type: ignore[attr-defined]
+def _check_value(name: str, kind: str, value: Any) -> None:
+    """Refuse a value that is not of its setting's type or range; `kind` is the type as it is written above."""
+    if value is None and "None" in kind:
+        return
+    base = kind.removesuffix(" | None")
+    if base in CHOICES:
+        right = value in CHOICES[base]
+    elif base in ("int", "float"):
+        right = type(value) is int or (base == "float" and type(value) is float)
+        right = right and RANGES.get(name, _ABOVE_0)[1](value)
+    elif base == "bool":
+        right = type(value) is bool
+    else:  # context_layers, label_source: text, or for the former a list of ids
+        right = isinstance(value, str) or (
+            "tuple" in base and isinstance(value, tuple) and all(type(layer) is int for layer in value)
+        )
+    if not right:
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+        raise ConfigError(f"{name} = {shown}: expected {_expected(name, base)}")
+
+
+def _expected(name: str, base: str) -> str:
+    """Return in words what a setting takes."""
+    if base in CHOICES:
+        return f"one of {', '.join(CHOICES[base])}"
+    if base in ("int", "float"):
+        return f"a {'whole ' if base == 'int' else ''}number {RANGES.get(name, _ABOVE_0)[0]}".strip()
+    return {"bool": "true or false", "str": LABEL_SOURCES}.get(base, CONTEXT_LAYERS)
 
 
 def _plain(value: Any) -> Any:

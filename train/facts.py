@@ -64,6 +64,7 @@ def cache_facts(cache: CacheReader, heldout_share: float) -> CacheFacts:
         dtype=str(cache.dtype).removeprefix("torch."),
         num_train_tokens=int(rows.num_tokens.sum()),
         num_train_shards=len(np.unique(rows.shard)),
+        longest_reply_tokens=int(rows.num_anchors.max()) + 1,
         target_config=cache.target_config(),
         tokenizer=read_tokenizer_facts(cache.target_dir),
     )
@@ -85,3 +86,13 @@ def training_rows(cache: CacheReader, heldout_share: float) -> RowTable:
         num_anchors=cache.num_anchors[index],
         shard=cache.row_shard[index],
     )
+
+
+def whole_block_share(rows: RowTable, block_size: int) -> float:
+    """Return the share of the rows' anchors, 0 to 1, whose row's reply goes on to the end of their block.
+
+    The anchors are a reply's tokens but its last, so a reply of n anchors has n - B + 2 such. Several replies of a row
+    count as one, which makes this an upper bound there.
+    """
+    whole = np.maximum(rows.num_anchors - block_size + 2, 0)
+    return float(whole.sum() / rows.num_anchors.sum())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..drafter.draft import SlotCounts, draft_blocks, slot_counts, walk_pack
+from ..drafter.draft import SlotCounts, draft_blocks, pack_key_values, slot_counts, walk_pack
 from ..drafter.layout import PackLayout
 from ..drafter.model import DFlashDrafter
 from ..drafter.walk import RowWalk, WalkRow, eligible_anchors, macro_tau, micro_tau
@@ -61,7 +61,8 @@ class HeldOut:
         offsets = torch.tensor([0, *np.cumsum([len(row.tokens) for row in rows]).tolist()])
         walk_rows = [WalkRow.of(row.tokens.tolist(), row.loss_mask.tolist()) for row in rows]
         head, embed = self._head.head_weight, self._head.embed_tokens
-        walks = walk_pack(model, head, embed, states, row_offsets=offsets, rows=walk_rows)
+        key_values = pack_key_values(model, states, offsets)
+        walks = walk_pack(model, head, embed, key_values, row_offsets=offsets, rows=walk_rows)
         anchors = []
         for start, row in zip(offsets.tolist(), walk_rows, strict=False):
             eligible = eligible_anchors(row.runs)
@@ -69,5 +70,5 @@ class HeldOut:
             anchors += [start + anchor for anchor in eligible[::stride]]
         layout = PackLayout(offsets, torch.tensor(anchors))
         tokens = torch.cat([row.tokens for row in rows]).long()
-        drafts = draft_blocks(model, head, embed, states, layout=layout, tokens=tokens)
+        drafts = draft_blocks(model, head, embed, key_values, layout=layout, tokens=tokens)
         return walks, slot_counts(drafts, layout, tokens, torch.cat([row.loss_mask for row in rows]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import resource
 import signal
@@ -23,7 +24,7 @@ from ..store import CacheReader, open_cache
 from .checkpoint import save_checkpoint
 from .config import Recipe, ResolvedConfig
 from .data import open_steps
-from .facts import resolve_for, training_rows
+from .facts import resolve_for, training_rows, whole_block_share
 from .heldout import HeldOut
 from .optimizer import whole_moments
 from .parallel import Ranks, check_packs, join_ranks
@@ -110,18 +111,23 @@ def _train(
     ranks: Ranks,
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    describe_run(config, ranks, say)
+    table = training_rows(cache, config.recipe.heldout_share)
+    describe_run(config, ranks, whole_block_share(table, config.drafter.block_size), say)
     trainer = Trainer(cache, config, ranks, options.out)
     step = trainer.first_step
     if ranks.is_first:
         folder.forget_metrics_after(step)
+    if not step and (trainer.mask_logit or 0.0) > math.log(config.drafter.vocab_size):
+        say(
+            f"the head is tied to the embeddings, so slots begin by saying the mask token itself (logit "
+            f"{trainer.mask_logit:.0f}): the first losses are about as high, and fall within tens of steps"
+        )
     if step:
         say(f"resumed after step {step} of {config.steps}")
     heldout = HeldOut(cache, config, trainer.head)
     clock = Clock(config, step)
     metrics: dict[str, Any] = {"loss": float("nan")}
     stopped = False
-    table = training_rows(cache, config.recipe.heldout_share)
     reading = open_steps(
         cache,
         table,

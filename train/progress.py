@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..errors import counted
 from .config import ResolvedConfig
 from .parallel import Ranks
 
 LINE_SECONDS = 15.0
+LOW_SHARE = 0.5
 
 
 class Clock:
@@ -78,17 +80,19 @@ class Clock:
         return "  ".join(parts)
 
 
-def describe_run(config: ResolvedConfig, ranks: Ranks, say: Callable[[str], None]) -> None:
-    """Say what is trained, and how."""
+def describe_run(config: ResolvedConfig, ranks: Ranks, whole_blocks: float, say: Callable[[str], None]) -> None:
+    """Say what is trained, and how; `whole_blocks` is `whole_block_share` of the training rows."""
     drafter = config.drafter
     say(
-        f"drafter: {drafter.num_layers} layers, hidden {drafter.hidden_size}, block {drafter.block_size}, "
+        f"drafter: {counted(drafter.num_layers, 'layer')}, hidden {drafter.hidden_size}, block {drafter.block_size}, "
         f"mask token {drafter.mask_token_id}, context layers {list(drafter.context_layer_ids)}, "
         f"labels {config.recipe.label_source}"
     )
     shared = f", {ranks.size} processes" if ranks.size > 1 else ""
     packs = f", {config.packs_per_step} packs a step" if config.packs_per_step > 1 else ""
     say(
-        f"run: {config.steps} steps, lr {config.lr:g} after {config.warmup_steps} warmup steps{packs}, "
-        f"{config.precision} on {ranks.device}{shared}"
+        f"run: {counted(config.steps, 'step')}, lr {config.lr:g} after {counted(config.warmup_steps, 'warmup step')}"
+        f"{packs}, {config.precision} on {ranks.device}{shared}"
     )
+    hint = "; a smaller block_size would waste less" if whole_blocks < LOW_SHARE else ""
+    say(f"blocks: up to {whole_blocks:.0%} of the anchors have a reply that fills their whole block{hint}")

@@ -29,6 +29,7 @@ class Trainer:
         self.config, self.ranks = config, ranks
         self.head = _float_head(cache.head(), ranks.device)
         weight = self.head.head_weight
+        self.mask_logit = _mask_logit(self.head, config.drafter.mask_token_id)
         self.loss_head = weight.bfloat16() if config.precision == "bfloat16" else weight
         self.context_rms = torch.cat([cache.channel_rms(layer) for layer in config.drafter.context_layer_ids]).float()
         self.label_rms = None if config.label_layer is None else cache.channel_rms(config.label_layer).float()
@@ -128,6 +129,16 @@ def _drafts_accepted(slots_N2: Tensor, hits_N: Tensor, num_anchors: int, num_slo
     right_AS = torch.zeros(num_anchors, num_slots, dtype=torch.int64)
     right_AS[slots_N2[:, 0], slots_N2[:, 1] - 1] = hits_N.long()
     return int(right_AS.cumprod(1).sum())
+
+
+def _mask_logit(head: TargetHead, mask_token_id: int) -> float | None:
+    """Return the logit that a slot of fresh weights gives the mask token itself, under a tied head; else None.
+
+    Its state is the mask token's embedding, brought to the length 1 / std(head) by `init_from_statistics`.
+    """
+    if head.lm_head is not None:
+        return None
+    return float(head.embed_tokens[mask_token_id].norm() / head.embed_tokens.std())
 
 
 def _float_head(head: TargetHead, device: torch.device) -> TargetHead:

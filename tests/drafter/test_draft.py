@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.drafter import draft as drafting
+from dflash_pipeline.drafter.attention import KeyValue
 from dflash_pipeline.drafter.config import DrafterConfig
 from dflash_pipeline.drafter.draft import (
     ContextCache,
     argmax_tokens,
     block_inputs,
     draft_blocks,
+    pack_key_values,
     slot_counts,
     walk_pack,
 )
@@ -92,12 +94,16 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sizes) == 300 * 150_000
 
 
+def key_values_of(setting: Setting) -> list[KeyValue]:
+    return pack_key_values(setting.model, setting.states, setting.offsets)
+
+
 def test_all_anchors_of_a_pack_draft_as_each_alone(setting: Setting) -> None:
     pairs = [(row, anchor) for row in range(3) for anchor in eligible_anchors(setting.rows[row].runs)]
     anchors = torch.tensor([int(setting.offsets[row]) + anchor for row, anchor in pairs])
     layout = PackLayout(setting.offsets, anchors)
     drafts = draft_blocks(
-        setting.model, setting.head, setting.embed, setting.states, layout=layout, tokens=setting.tokens.int()
+        setting.model, setting.head, setting.embed, key_values_of(setting), layout=layout, tokens=setting.tokens.int()
     )
     assert drafts.tolist() == [one_block(setting, row, anchor) for row, anchor in pairs]
     counts = slot_counts(drafts, layout, setting.tokens, setting.mask)
@@ -116,7 +122,7 @@ def test_all_anchors_of_a_pack_draft_as_each_alone(setting: Setting) -> None:
 def test_a_pack_without_anchors_drafts_nothing(setting: Setting) -> None:
     layout = PackLayout(setting.offsets, torch.tensor([], dtype=torch.int64))
     drafts = draft_blocks(
-        setting.model, setting.head, setting.embed, setting.states, layout=layout, tokens=setting.tokens
+        setting.model, setting.head, setting.embed, key_values_of(setting), layout=layout, tokens=setting.tokens
     )
     assert drafts.shape == (0, 4)
     assert slot_counts(drafts, layout, setting.tokens, setting.mask).totals.tolist() == [0] * 4
@@ -124,7 +130,12 @@ def test_a_pack_without_anchors_drafts_nothing(setting: Setting) -> None:
 
 def test_the_walk_equals_one_block_at_a_time(setting: Setting) -> None:
     found = walk_pack(
-        setting.model, setting.head, setting.embed, setting.states, row_offsets=setting.offsets, rows=setting.rows
+        setting.model,
+        setting.head,
+        setting.embed,
+        key_values_of(setting),
+        row_offsets=setting.offsets,
+        rows=setting.rows,
     )
     expected = walk_rows(lambda pairs: [one_block(setting, row, anchor) for row, anchor in pairs], setting.rows)
     assert found == expected

@@ -219,6 +219,18 @@ def test_statistics_level_the_context_channels_and_the_first_logits(config_of: C
     assert (out @ head.T).std().item() == pytest.approx(1, rel=0.15)
 
 
+def test_under_a_tied_head_a_fresh_slot_says_its_own_input(config_of: ConfigOf) -> None:
+    model = DFlashDrafter(config_of())
+    init_weights(model, torch.Generator().manual_seed(0))
+    head = torch.randn(2000, 64, generator=torch.Generator().manual_seed(1)) * 0.05
+    init_from_statistics(model, torch.ones(128), head_std=float(head.std()))
+    layout = PackLayout.single_row(10, [5])
+    out = model(head[7].expand(8, -1), model.context_features(torch.randn(10, 128)), layout)
+    logits = out @ head.T
+    assert logits.argmax(-1).tolist() == [7] * 8
+    assert logits[:, 7].mean().item() == pytest.approx(float(head[7].norm() / head.std()), rel=0.25)
+
+
 @pytest.mark.parametrize("rms", [torch.ones(127), torch.full((128,), -1.0), torch.full((128,), float("nan"))])
 def test_statistics_that_do_not_fit_are_refused(rms: Tensor, config_of: ConfigOf) -> None:
     model = DFlashDrafter(config_of())

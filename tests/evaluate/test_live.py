@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused_before_decoding(
     world: SimpleNamespace, tmp_path: Path, kit: SimpleNamespace
 ) -> None:
     save_drafter(tmp_path / "other", kit.random_drafter())
-    with pytest.raises(ConfigError, match="hidden size 64, the drafter was made for 32"):
+    with pytest.raises(ConfigError, match=r"target .*: hidden size 64, the drafter's is 32"):
         live(tmp_path / "other", world.target, world.prompts)
     with pytest.raises(ConfigError, match="exists already"):
         live(world.home / "run", world.target, world.prompts, save_rows=world.written)

@@ -176,7 +176,7 @@ def test_other_settings_other_files_and_known_rows_are_refused(
     for changes, message in (
         ({"max_length": 100}, r"max_length is None there, 100 now|max_length is 4096 there, 100 now"),
         ({"top_k": 4}, "top_k is 8 there, 4 now"),
-        ({"dtype": "bfloat16"}, r"target_fingerprint is .* \(and dtype\)"),
+        ({"dtype": "bfloat16"}, "dtype is float32 there, bfloat16 now"),
         ({"layers": "1,2"}, "layer_ids"),
         ({"batch_tokens": 400}, "batch_tokens is 500 there, 400 now"),
         ({"limit_rows": 3}, "limit_rows is None there, 3 now"),

@@ -182,7 +182,7 @@ def test_a_small_disk_is_enough_for_a_bucket_if_a_shard_fits(
         run_extract(here)
     assert run_extract(there)["rows"] == 37
     monkeypatch.setattr(estimate, "free_bytes", lambda _: 1000)
-    with pytest.raises(ConfigError, match=r"work: a shard of each worker.* has 0.00 GiB free: .* another --work"):
+    with pytest.raises(ConfigError, match=r"work: a shard of each worker.* has 1.00 KB free: .* another --work"):
         run_extract(there)
 
 

@@ -203,7 +203,7 @@ def test_files_that_cannot_be_a_corpus_are_refused(tmp_path: Path, tokenizer: An
         ("rows.csv", "csv files are not read"),
         ("nowhere.jsonl", "no such corpus file"),
         (".", "no dataset written by save_to_disk"),
-        ("bad.jsonl", "no usable row: none of the 2 rows is usable; skipped 1 rows: not a JSON object"),
+        ("bad.jsonl", "no usable row: none of 2 rows is usable; skipped 1 row: not a JSON object"),
     ):
         with pytest.raises(CorpusError, match=message) as caught:
             read([tmp_path / name], tokenizer)
@@ -226,7 +226,9 @@ def test_a_row_with_ids_outside_the_vocabulary_is_skipped(tmp_path: Path, tokeni
     assert any(f"(id {token_id}, the target has 0 to 1023" in line for line in found.notices())
     with pytest.raises(CorpusError, match=f"a.jsonl:2: token id outside the vocabulary .*id {token_id}.*--strict"):
         read(path, tokenizer, strict=True)
-    with pytest.raises(CorpusError, match=f"no usable row: none of the 1 .*id {token_id}, the target has 0 to 1023"):
+    with pytest.raises(
+        CorpusError, match=f"no usable row: none of 1 row is usable; .*id {token_id}, the target has 0 to 1023"
+    ):
         read(write(tmp_path / "b.jsonl", bad), tokenizer)
 
 
@@ -273,7 +275,7 @@ def test_long_rows_are_cut_where_something_of_the_reply_remains(tmp_path: Path, 
     found = read(write(tmp_path / "a.jsonl", *rows), tokenizer, max_length=10)
     assert [(row.num_tokens, row.num_anchors, row.truncated) for row in found.rows] == [(10, 5, False), (10, 1, True)]
     assert found.skipped == {"too long": 2}
-    assert "cut 1 rows at the length limit" in found.notices()
+    assert "cut 1 row at the length limit" in found.notices()
 
 
 def test_limits_stop_at_the_limit(tmp_path: Path, tokenizer: Any) -> None:

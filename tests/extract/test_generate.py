@@ -241,7 +241,7 @@ def test_wrong_requests_are_refused_at_once(start: Start, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="go together"):
         replace(config, model=None)
     config.prompts.write_text(json.dumps({"prompt": "plain a", "tools": [{"type": "function"}]}) + "\n")
-    with pytest.raises(ConfigError, match="1 prompts carry tools, such as prompts:1"):
+    with pytest.raises(ConfigError, match="1 prompt with tools, such as prompts:1"):
         run_generate(config, lambda _: None)
     config.prompts.write_text('{"id": 1, "prompt": "plain a"}\n{"id": 1, "prompt": "plain b"}\n')
     with pytest.raises(CorpusError, match="used twice"):

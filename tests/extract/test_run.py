@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_pipeline.errors import CacheMismatch, ConfigError, TargetError
-from dflash_pipeline.extract import ExtractConfig, forward, run_extract
+from dflash_pipeline.errors import CacheCorrupt, CacheMismatch, ConfigError, TargetError
+from dflash_pipeline.extract import ExtractConfig, forward, run, run_extract
 from dflash_pipeline.store import CacheReader, Row, open_cache
 from dflash_pipeline.store.plan import read_plan
 from dflash_pipeline.target import Target, TargetConfig, load_target
@@ -208,6 +209,71 @@ def test_a_run_again_resumes_and_changes_nothing(settings: Settings) -> None:
     assert again["resumed_rows"] == 12
     assert again["tokens_per_second"] == 0.0
     assert again["fingerprint"] == first["fingerprint"]
+
+
+def test_a_finished_extraction_run_again_loads_no_weights(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """It still proves that the target's weights are those of the cache; others are refused as ever."""
+    config = settings(limit_rows=12)
+    first = run_extract(config)
+    other = Path(shutil.copytree(tiny_target_dir, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CacheMismatch, match="target_fingerprint is"):
+        run_extract(settings(limit_rows=12, target=str(other)))
+    monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target is loaded"))
+    again = run_extract(config)
+    changing = ("seconds", "tokens_per_second", "resumed_rows")
+    assert {key: again[key] for key in again if key not in changing} == {
+        key: first[key] for key in first if key not in changing
+    }
+    assert (set(again), again["resumed_rows"], again["tokens_per_second"]) == (KEYS, 12, 0.0)
+    shard = next((config.out / "shards/00000/states/1").rglob("c/0/0"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CacheCorrupt, match="shards/00000"):
+        run_extract(config)
+
+
+def test_a_finished_extraction_whose_files_say_too_little_loads_the_target(
+    settings: Settings, tiny_hybrid_dir: Path
+) -> None:
+    config = settings(limit_rows=3, target=str(tiny_hybrid_dir))
+    first, again = run_extract(config), run_extract(config)
+    assert (again["fingerprint"], again["resumed_rows"]) == (first["fingerprint"], 3)
+
+
+def test_what_can_be_refused_without_the_target_is_refused_before_it_is_loaded(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chat_corpus: Path
+) -> None:
+    run_extract(settings(limit_rows=4))
+    unfinished = Path(shutil.copytree(tmp_path / "cache", tmp_path / "unfinished"))
+    (unfinished / "manifest.json").unlink()
+    (tmp_path / "file").write_text("no cache")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("mine")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(chat_corpus.read_text().splitlines(keepends=True)[4:9]))
+    monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target is loaded"))
+    for out in (tmp_path / "cache", unfinished):
+        for changes, field in (
+            ({"max_length": 100}, "max_length is 4096 there, 100 now"),
+            ({"corpus": (other,)}, r"corpus is chat.jsonl \([0-9,]+ bytes, sha256 .*\) there, other.jsonl \(.* now"),
+            ({"dtype": "bfloat16"}, "dtype is float32 there, bfloat16 now"),
+            ({"layers": "1,2"}, r"layer_ids is \[1, 2, 3, 4, 5\] there, \[1, 2\] now"),
+            ({"limit_rows": 5}, "limit_rows is 4 there, 5 now"),
+        ):
+            with pytest.raises(CacheMismatch, match=field) as caught:
+                run_extract(settings(**{"limit_rows": 4, "out": out, **changes}))
+            assert "\n" not in str(caught.value)
+    for place, message in (
+        ("file", "is a file"),
+        ("file/cache", "cannot be made, for .*file is a file"),
+        ("folder", "holds 'thesis.txt' and no cache"),
+    ):
+        with pytest.raises(CacheMismatch, match=message):
+            run_extract(settings(out=tmp_path / place))
 
 
 def test_a_run_again_with_other_inputs_is_refused_naming_the_field(

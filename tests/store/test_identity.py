@@ -92,6 +92,22 @@ def test_an_extended_cache_has_another_identity_and_only_it_says_so(synthetic: M
     assert (plain.part_files, both.part_files, extended.part_files) == ((1,), (2,), (1, 1))
 
 
+def test_a_corpus_that_differs_is_told_file_by_file_in_words(synthetic: ModuleType) -> None:
+    pairs = zip("abcdef", "123456", strict=True)
+    files = [CorpusFile(name=f"{name}.jsonl", sha256=digit * 64, num_bytes=1234) for name, digit in pairs]
+    one = synthetic.identity(corpus=tuple(files[:2]))
+    (found,) = one.differences(synthetic.identity(corpus=(files[2],)))
+    assert found == (
+        "corpus",
+        "a.jsonl (1,234 bytes, sha256 111111111111), b.jsonl (1,234 bytes, sha256 222222222222)",
+        "c.jsonl (1,234 bytes, sha256 333333333333)",
+    )
+    (found,) = one.differences(synthetic.identity(corpus=(files[0],)))
+    assert found[1:] == ("1 file alike, then b.jsonl (1,234 bytes, sha256 222222222222)", "1 file alike, then no more")
+    (found,) = one.differences(synthetic.identity(corpus=tuple(files[1:])))
+    assert found[2].endswith("d.jsonl (1,234 bytes, sha256 444444444444) and 2 more")
+
+
 def test_an_empty_list_of_extensions_is_not_the_absence_of_one(synthetic: ModuleType, tmp_path: Path) -> None:
     def read(fields: dict[str, Any]) -> Identity:
         return parse_identity(parse_json(canonical_bytes(fields) + b"\n", tmp_path / "plan.json"))

@@ -74,7 +74,7 @@ def test_what_cannot_be_used_is_counted_by_reason_and_line(tmp_path: Path, tiny_
         ([{"prompt_ids": [1024]}], "outside the target's vocabulary of 1024"),
         ([{"prompt_ids": [1], "id": "a"}, {"prompt_ids": [2], "id": "a"}], "used twice, at .*:1 and at .*:2"),
         ([{"prompt": "text"}], "has no chat template"),
-        ([{"prompt_ids": []}], "no usable prompt; skipped 1 prompts: empty prompt"),
+        ([{"prompt_ids": []}], "no usable prompt; skipped 1 prompt: empty prompt"),
     ],
 )
 def test_a_file_that_is_not_for_this_target_is_refused(tmp_path: Path, lines: list[object], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_pipeline.drafter.checkpoint import load_drafter
-from dflash_pipeline.drafter.draft import walk_pack
+from dflash_pipeline.drafter.draft import pack_key_values, walk_pack
 from dflash_pipeline.drafter.walk import WalkRow, micro_tau
 from dflash_pipeline.errors import (
     CacheCorrupt,
@@ -173,5 +173,6 @@ def test_a_drafter_overfits_one_row_to_a_tau_of_its_block_size(tmp_path: Path, t
     states = torch.cat([row.states[layer] for layer in drafter.config.context_layer_ids], 1).float()
     rows = [WalkRow.of(row.tokens.tolist(), row.loss_mask.tolist())]
     offsets = torch.tensor([0, len(row.tokens)])
-    walks = walk_pack(drafter.model, head.head_weight, head.embed_tokens, states, row_offsets=offsets, rows=rows)
+    context = pack_key_values(drafter.model, states, offsets)
+    walks = walk_pack(drafter.model, head.head_weight, head.embed_tokens, context, row_offsets=offsets, rows=rows)
     assert micro_tau(walks) == 8.0

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from dflash_pipeline.errors import ConfigError
 from dflash_pipeline.train.config import CacheFacts, Recipe, default_lr, resolve
+from dflash_pipeline.train.facts import whole_block_share
 from dflash_pipeline.train.mask_token import TokenizerFacts
+from dflash_pipeline.train.parallel import Ranks
+from dflash_pipeline.train.progress import describe_run
 from dflash_pipeline.train.recipes import load_recipe, recipe_names
+from dflash_pipeline.train.sampling import RowTable
 
 TOKENIZER = TokenizerFacts(size=1000, special={}, mask=None, used=frozenset(), template="")
 CONFIG = {
@@ -37,6 +43,7 @@ def facts(**changes: object) -> CacheFacts:
         "dtype": "float32",
         "num_train_tokens": 100_000,
         "num_train_shards": 8,
+        "longest_reply_tokens": 500,
         "target_config": CONFIG,
         "tokenizer": TOKENIZER,
     }
@@ -90,9 +97,21 @@ def test_a_file_recipe_follows_its_parent(tmp_path: Path) -> None:
     [
         ("gama=3", "did you mean gamma"),
         ("gamma", "expected key=value"),
-        ("gamma=-1", "positive"),
-        ("gamma=soft", "expected float"),
-        ("steps=1.5", "expected int"),
+        ("gamma=-1", "gamma = -1: expected a number above 0$"),
+        ("gamma=soft", 'gamma = "soft": expected a number above 0$'),
+        ("lr=abc", 'lr = "abc": expected a number above 0$'),
+        ("lr=nan", "lr = NaN: expected a number above 0$"),
+        ("lr=true", "lr = true: expected a number above 0$"),
+        ("lr=[1, 2]", r"lr = \[1, 2\]: expected a number above 0$"),
+        ("lr=2020-01-01", 'lr = "2020-01-01": expected a number above 0$'),
+        ("steps=1.5", "steps = 1.5: expected a whole number above 0$"),
+        ("warmup_steps=-1", "warmup_steps = -1: expected a whole number from 0 up$"),
+        ("mask_token_id=none", 'mask_token_id = "none": expected a whole number$'),
+        ("allow_shortcut=yes", 'allow_shortcut = "yes": expected true or false$'),
+        ("kl_weight=2", "kl_weight = 2: expected a number from 0 to 1$"),
+        ("label_source=3", "label_source = 3: expected corpus, target, final, layer:last or layer:ID$"),
+        ('context_layers=["a"]', r'context_layers = \["a"\]: expected all, all-but-label or a list of ids$'),
+        ("tracker=paper", 'tracker = "paper": expected one of none, tensorboard, trackio, wandb$'),
         ("noise_scale=0.5", "set both, or neither"),
         ("noisy_labels=true", "no effect without noise_kind"),
         ("label_source=layer:last", None),
@@ -102,9 +121,9 @@ def test_a_file_recipe_follows_its_parent(tmp_path: Path) -> None:
         ("noise_kind=pink", "expected one of"),
         ("sliding_layers=2", "go together"),
         ("block_size=1", "at least 2"),
-        ("heldout_share=1", "heldout_share < 1"),
+        ("heldout_share=1", "expected a number from 0 to below 1"),
         ("precision=fp8", "expected one of"),
-        ("seed=true", "expected int"),
+        ("seed=true", "seed = true: expected a whole number from 0 up$"),
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused_with_the_reason(override: str, message: str | None) -> None:
@@ -162,6 +181,34 @@ def test_large_targets_get_block_16_the_papers_rate_and_its_warmup() -> None:
     assert default_lr(768) == default_lr(64) == 2e-3
     assert default_lr(5120) == 6e-4
     assert 6e-4 < default_lr(1024) < 2e-3
+
+
+def test_a_block_that_no_reply_fills_by_half_is_refused() -> None:
+    for block_size, longest in ((1000, 499), (17, 8), (3, 1)):
+        with pytest.raises(ConfigError, match=rf"block_size = {block_size}: .* longest reply has {longest} tokens"):
+            resolve(Recipe(block_size=block_size), facts(longest_reply_tokens=longest), "float32")
+        resolve(Recipe(block_size=block_size), facts(longest_reply_tokens=longest + 1), "float32")
+
+
+def test_the_share_of_whole_blocks_counts_anchors_whose_reply_goes_on_to_the_end_of_their_block() -> None:
+    replies = np.array([2, 5, 8, 9, 30])
+    rows = RowTable(index=np.arange(5), num_tokens=replies + 3, num_anchors=replies - 1, shard=np.zeros(5, dtype=int))
+    for block_size in (2, 5, 8, 16, 100):
+        anchors = [(a, length) for length in replies.tolist() for a in range(length - 1)]
+        whole = sum(a + block_size <= length for a, length in anchors)
+        assert whole_block_share(rows, block_size) == whole / len(anchors)
+
+
+def test_a_run_says_at_its_start_how_many_anchors_fill_their_block() -> None:
+    for share, hint in (
+        (0.93, "anchors have a reply that fills their whole block"),
+        (0.2, "a smaller block_size would"),
+    ):
+        said: list[str] = []
+        describe_run(resolve(Recipe(), facts(), "float32"), Ranks(0, 1, torch.device("cpu")), share, said.append)
+        assert said[-1].startswith(f"blocks: up to {share:.0%} of the anchors ")
+        assert hint in said[-1]
+        assert ("a smaller" in said[-1]) == (share < 0.5)
 
 
 def test_sliding_layers_come_first_and_carry_their_window() -> None:
