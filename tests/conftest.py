@@ -159,13 +159,18 @@ def tiny_cache(tiny_target_dir: Path, chat_corpus: Path, tmp_path_factory: pytes
 
 
 SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+import sys, threading
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+moto, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
+def app(environ, start_response):
+    with one_at_a_time:  # moto looks at a put's condition and writes in two steps; a real store does both at once
+        return list(moto(environ, start_response))
+server = make_server("127.0.0.1", 0, app, threaded=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_address[1], flush=True)
 sys.stdin.read()
-server.stop()
+server.shutdown()
 """
 
 
