@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,7 +95,7 @@ def mutate(draw: st.DrawFn, value: dict[str, Any]) -> None:
     parent, key = parent_of(value, place), place[-1]
     kind = draw(st.sampled_from(["set", "set", "delete", "double", "swap", "rename", "step"]))
     if kind == "set":
-        parent[key] = draw(VALUES)
+        parent[key] = copy.deepcopy(draw(VALUES))  # a later change must not reach the list of values
     elif kind == "delete":
         del parent[key]
     elif kind == "double" and isinstance(parent, list):
@@ -163,7 +165,10 @@ def test_a_mutated_manifest_gives_our_errors_or_the_true_rows(
 def test_a_mutated_plan_or_record_that_the_manifest_vouches_for_gives_our_errors_or_the_true_rows(
     synthetic: ModuleType, fuzzed: tuple[Path, list[Row]], data: st.DataObject
 ) -> None:
-    """The hostile author seals the changed file, and enters it into a manifest that is sealed again."""
+    """The hostile author seals the changed file, and enters it into a manifest that is sealed again.
+
+    The plan alone names the rows, so its author may call them anything; what they hold is the shards'.
+    """
     path, truth = fuzzed
     name = data.draw(st.sampled_from(["plan.json", "shards/00001/record.json"]))
     restore = restored(path, "manifest.json", name)
@@ -185,6 +190,10 @@ def test_a_mutated_plan_or_record_that_the_manifest_vouches_for_gives_our_errors
         if name == "plan.json":
             manifest["files"][name] = {"bytes": len(changed), "xxh3": digest_bytes(changed)}
             manifest["identity"] = value.get("identity")
+            names = value.get("row_ids")
+            if isinstance(names, list) and len(names) == len(fields["row_ids"]):
+                named = dict(zip(fields["row_ids"], names, strict=True))
+                truth = [replace(row, id=named[row.id]) for row in truth]
         else:
             manifest["shards"][1] = {key: entry for key, entry in value.items() if key != "format"}
         (path / "manifest.json").write_bytes(seal(manifest))
