@@ -5,9 +5,9 @@
 Prints one JSON line: seconds of a step (median of the runs), peak memory of the process in bytes, the useful FLOPs of
 a step and the machine's matmul peak, measured in the same process. Full-vocabulary hard cross entropy on given labels,
 all B-1 drafted slots of every anchor supervised. Embeddings and head are one tensor, as in the target of these sizes
-(SmolLM2). Useful FLOPs: 2 per multiply-add of fc and K/V of the context tokens,
-projections and MLP of the block tokens, attention over each query's visible keys and the head on the supervised slots;
-times 3 for what is trained (forward, gradient of input, gradient of weights), times 2 for the frozen head.
+(SmolLM2). Useful FLOPs: 2 per multiply-add of fc and K/V of the context tokens, projections and MLP of the block
+tokens, attention over each query's visible keys and the head on the supervised slots; times 3 for what is trained
+(forward, gradient of input, gradient of weights), times 2 for the frozen head.
 `step.py` compares this with a peer, `scale.py` varies the sizes.
 """
 

@@ -132,7 +132,7 @@ def block_states(
     per_chunk = max(1, CHUNK_BLOCK_TOKENS // size)
     for first in range(0, layout.num_anchors, per_chunk):
         part = slice(first, first + per_chunk)
-        chunk = PackLayout(layout.row_offsets, layout.anchors[part], layout.rows[part])
+        chunk = layout.part(part)
         embeds = _embeds(model, embed_tokens, anchor_tokens[part])
         yield part, model.blocks(embeds, key_values, chunk, attention).view(chunk.num_anchors, size, -1)
 

@@ -77,6 +77,10 @@ class PackLayout:
         """Return the layout of one row of `num_tokens` tokens; an anchor may equal `num_tokens`."""
         return cls(torch.tensor([0, num_tokens]), torch.tensor(list(anchors), dtype=torch.int64))
 
+    def part(self, which: slice) -> PackLayout:
+        """Return the layout of some of the anchors in the same rows; masks are its own."""
+        return PackLayout(self.row_offsets, self.anchors[which], self.rows[which])
+
     @property
     def num_rows(self) -> int:
         """R."""

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..drafter.layout import PackLayout
 from ..drafter.model import DFlashDrafter
 from .loss import weighted_loss
 from .step import StepInput
@@ -69,7 +68,7 @@ class TrainingForward(nn.Module):
         per_chunk = max(1, CHUNK_BLOCK_TOKENS[given.states_TC.device.type] // size)
         for first in range(0, max(1, layout.num_anchors), per_chunk):
             part = slice(first, first + per_chunk)
-            chunk = PackLayout(layout.row_offsets, layout.anchors[part], layout.rows[part])
+            chunk = layout.part(part)
             low, high = first * size, (first + chunk.num_anchors) * size
             slots = slice(*torch.searchsorted(given.slots_N, given.slots_N.new_tensor([low, high])).tolist())
             with self._autocast(given):

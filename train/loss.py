@@ -8,6 +8,7 @@ Axes: N supervised slots, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = chunk_bytes // (4 * len(head_VH))
         rows = max(1, rows // 16 * 16 or rows)
-        rows = -(-len(hidden_NH) // -(-max(1, len(hidden_NH)) // rows)) or rows  # equal chunks
+        num_chunks = max(1, math.ceil(len(hidden_NH) / rows))
+        rows = max(1, math.ceil(len(hidden_NH) / num_chunks))  # equal chunks
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         grad_NH = torch.zeros_like(hidden_NH)
         hits_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)

@@ -26,8 +26,7 @@ class StepInput:
     """A pack on its device, noise and labels applied.
 
     `states_TC` float32; `block_tokens_AB` int64; `slots_N` int64 flat index a * B + k of each supervised slot,
-    ascending;
-    `teacher_NH` the label states after the target's norm, where labels come from a state.
+    ascending; `teacher_NH` the label states after the target's norm, where labels come from a state.
     """
 
     layout: PackLayout
