@@ -20,6 +20,8 @@ from .layout import MAX_JSON_BYTES
 
 SCHEMES = ("s3", "gs", "file")
 STREAM_BYTES = 2**22
+REQUESTS = 8
+"""Requests to a bucket at once."""
 
 T = TypeVar("T")
 Token = dict[str, str]  # what a store calls the state of an object: e_tag, version
@@ -85,11 +87,7 @@ class Bucket:
             CacheCorrupt: it is larger than that.
         """
         with self._explained(name):
-            found = self._obstore.get(self._store, name)
-            size = int(found.meta["size"])
-            if size > most_bytes:
-                raise CacheCorrupt(f"{self.url}/{name}: {size} bytes, expected at most {most_bytes}")
-            return bytes(found.bytes())
+            return self._get(name, most_bytes)[0]
 
     def download(self, name: str, path: Path, num_bytes: int) -> None:
         """Stream an object into a file; the file is there whole or not at all.
@@ -157,14 +155,7 @@ class Bucket:
             CacheMissing: the bucket cannot be reached.
             CacheCorrupt: it is larger than any JSON file of a cache may be.
         """
-
-        def get() -> tuple[bytes, Token]:
-            found = self._obstore.get(self._store, name)
-            if found.meta["size"] > MAX_JSON_BYTES:
-                raise CacheCorrupt(f"{self.url}/{name}: {found.meta['size']} bytes, expected at most {MAX_JSON_BYTES}")
-            return bytes(found.bytes()), _token(found.meta)
-
-        return self._if_there(name, get)
+        return self._if_there(name, lambda: self._get(name, MAX_JSON_BYTES))
 
     def delete(self, name: str) -> None:
         """Remove an object; nothing where there is none.
@@ -173,6 +164,13 @@ class Bucket:
             CacheMissing: the bucket cannot be reached.
         """
         self._if_there(name, lambda: self._obstore.delete(self._store, name))
+
+    def _get(self, name: str, most_bytes: int) -> tuple[bytes, Token]:
+        found = self._obstore.get(self._store, name)
+        size = int(found.meta["size"])
+        if size > most_bytes:
+            raise CacheCorrupt(f"{self.url}/{name}: {size} bytes, expected at most {most_bytes}")
+        return bytes(found.bytes()), _token(found.meta)
 
     def _if_there(self, name: str, ask: Callable[[], T]) -> T | None:
         """Ask about an object; None where there is none, and only then."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import CacheMismatch, DflashError
-from .bucket import Bucket
+from .bucket import REQUESTS, Bucket
 from .integrity import manifest_of
 from .layout import MANIFEST, STATS, shard_dir, shard_file
 from .leases import FINISH, LEASE_SECONDS, ClaimLost, claims_in
@@ -19,7 +19,7 @@ from .manifest import Manifest, read_manifest, write_manifest
 from .publish import put_shard
 from .record import check_file
 from .replace import replacing
-from .source import DOWNLOADS, open_source
+from .source import open_source
 
 WAIT_SECONDS = 2 * LEASE_SECONDS  # the claim of a repair that was killed lapses in that time
 
@@ -89,7 +89,7 @@ def _fetch(bucket: Bucket, root: Path, manifest: Manifest, bad_shards: Sequence[
         bucket.download(name, root.joinpath(*name.split("/")), files[name].num_bytes)
         check_file(root, name, files[name])
 
-    with ThreadPoolExecutor(DOWNLOADS) as pool:
+    with ThreadPoolExecutor(REQUESTS) as pool:
         list(pool.map(fetch, files))
     write_manifest(root, manifest)
 

@@ -22,7 +22,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from ..errors import CacheCorrupt, CacheMismatch, CacheMissing, DflashError, TargetError
-from .bucket import Bucket
+from .bucket import REQUESTS, Bucket
 from .durable import explained, remove_stale, write_atomic
 from .head import TargetHead
 from .jsonfile import seal
@@ -36,7 +36,6 @@ from .rows import Row
 from .shard import order_rows
 from .writer import CacheWriter, check_fits
 
-REQUESTS = 8
 PATIENCE_SECONDS = 1800.0  # where shards are divided by rank: without a new one for so long, a rank is taken for dead
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CacheMismatch
-from .bucket import Bucket
+from .bucket import REQUESTS, Bucket
 from .layout import MANIFEST, RECORD, plan_file, shard_dir, shard_file
 from .manifest import check_manifest, read_manifest
 from .plan import read_plan
 from .progress import Bar, no_bar
 from .record import ShardRecord, check_file, read_record
-
-UPLOADS = 8
 
 
 def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def put_shard(bucket: Bucket, directory: Path, record: ShardRecord, confirm: Cal
     def put(name: str) -> None:
         bucket.upload(shard_file(record.shard, name), check_file(directory, name, record.files[name]))
 
-    with ThreadPoolExecutor(UPLOADS) as pool:
+    with ThreadPoolExecutor(REQUESTS) as pool:
         list(pool.map(put, record.files))
     if confirm is not None:
         confirm()

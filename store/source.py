@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CacheIncomplete, CacheMissing, DflashError
-from .bucket import Bucket, is_url
+from .bucket import REQUESTS, Bucket, is_url
 from .durable import temporary_name
 from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, safe_join, shard_dir
 
 MIRROR_BYTES = 16 * 2**30
-DOWNLOADS = 8
 
 
 def open_source(place: Path | str) -> Folder | Mirror:
@@ -111,7 +110,7 @@ class Mirror:
         if not lacking:
             return
         self._make_room({name: files[name] for name in lacking})
-        with ThreadPoolExecutor(DOWNLOADS) as pool:
+        with ThreadPoolExecutor(REQUESTS) as pool:
             list(pool.map(lambda name: self.bucket.download(name, paths[name], files[name]), lacking))
 
     @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_pipeline.extract import ExtractConfig
+from dflash_pipeline.extract import ExtractConfig, run_extract
 
 
 @pytest.fixture
@@ -35,3 +35,12 @@ def settings(tmp_path: Path, tiny_target_dir: Path, chat_corpus: Path) -> Callab
         return ExtractConfig(**{**values, **changes})
 
     return build
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, chat_corpus: Path) -> Path:
+    """A complete cache of five shards. Not to be changed."""
+    out = tmp_path_factory.mktemp("repair") / "cache"
+    corpus, target = (chat_corpus,), str(tiny_target_dir)
+    run_extract(ExtractConfig(corpus=corpus, target=target, out=out, device="cpu", batch_tokens=500, shard_tokens=400))
+    return out

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dflash_pipeline.errors import ConfigError, DflashError
-from dflash_pipeline.extract import ExtractConfig, run_extract
 from dflash_pipeline.extract import repair as repair_module
 from dflash_pipeline.extract.repair import RepairConfig, run_repair
 from dflash_pipeline.store import bucket_repair, open_cache, verify
@@ -17,15 +16,6 @@ from dflash_pipeline.store.leases import FINISH, Leases
 from dflash_pipeline.store.publish import publish_cache
 
 pytest.importorskip("obstore", reason="the extra `buckets` is not installed")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, chat_corpus: Path) -> Path:
-    """A complete cache of five shards. Not to be changed."""
-    out = tmp_path_factory.mktemp("repair") / "cache"
-    corpus, target = (chat_corpus,), str(tiny_target_dir)
-    run_extract(ExtractConfig(corpus=corpus, target=target, out=out, device="cpu", batch_tokens=500, shard_tokens=400))
-    return out
 
 
 @pytest.fixture(params=["s3", "file"])

@@ -18,15 +18,6 @@ from dflash_pipeline.store import Row, open_cache, verify
 from dflash_pipeline.store.replace import replacing
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, chat_corpus: Path) -> Path:
-    """A complete cache of five shards. Not to be changed."""
-    out = tmp_path_factory.mktemp("repair") / "cache"
-    corpus, target = (chat_corpus,), str(tiny_target_dir)
-    run_extract(ExtractConfig(corpus=corpus, target=target, out=out, device="cpu", batch_tokens=500, shard_tokens=400))
-    return out
-
-
 @pytest.fixture
 def damaged(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "cache"))
