@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from secrets import token_hex
 from types import ModuleType
 from typing import Any, Protocol
 
 from ..errors import ConfigError
+from .run_folder import read_json, write_json
 
 
 class Tracker(Protocol):
@@ -50,11 +54,26 @@ class TensorBoard:
 
 
 class RunOf:
-    """A run of wandb, or of trackio, which has the same calls; both keep their own settings (server, offline mode)."""
+    """A run of wandb, or of trackio, which has the same calls; both keep their own settings (server, offline mode).
+
+    A run that is resumed goes on as one run there too: RUN/tracker.json keeps its id. What the package prints goes to
+    standard error, since standard output is the command's result.
+    """
 
     def __init__(self, name: str, run: Path, config: dict[str, Any]) -> None:
         self._module = _package(name)
-        self._module.init(project="dflash", name=run.resolve().name, config=config)
+        run_id = _run_id(run)
+        identity = {"id": run_id} if name == "wandb" else {}  # trackio knows a run by its name alone
+        try:
+            with redirect_stdout(sys.stderr):
+                self._module.init(
+                    project="dflash", name=f"{run.resolve().name}-{run_id}", config=config, resume="allow", **identity
+                )
+        except Exception as error:  # whatever the package raises: no key, no server, a full disk
+            raise ConfigError(
+                f"tracker = {name}: it cannot start: {str(error).partition(chr(10))[0]}; see to that, or set "
+                "tracker = none"
+            ) from error
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Record the values of a finished step."""
@@ -62,7 +81,16 @@ class RunOf:
 
     def close(self) -> None:
         """Flush and end."""
-        self._module.finish()
+        with redirect_stdout(sys.stderr):
+            self._module.finish()
+
+
+def _run_id(run: Path) -> str:
+    """Return the id that the run was given at its first start with such a tracker."""
+    path = run / "tracker.json"
+    if not path.exists():
+        write_json(path, {"id": token_hex(4)})
+    return str(read_json(path).get("id"))
 
 
 def open_tracker(name: str, run: Path, config: dict[str, Any], first_step: int) -> Tracker:

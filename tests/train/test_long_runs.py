@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,45 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"tracker = wandb: .*pip install 'dflash-pipeline\[wandb\]'"):
         open_tracker("wandb", tmp_path, {}, 0)
+
+
+def test_a_resumed_run_is_one_run_for_its_tracker_and_prints_nothing_there(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    (tmp_path / "run").mkdir()
+    start = f"""
+from pathlib import Path
+from dflash_pipeline.train.tracker import open_tracker
+tracker = open_tracker("trackio", Path({str(tmp_path / "run")!r}), {{"lr": 1}}, 0)
+for step in (STEPS):
+    tracker.log({{"loss": 1.0 / step}}, step)
+tracker.close()
+"""
+    for steps in ("1, 2", "3, 4"):
+        done = subprocess.run(
+            [sys.executable, "-c", start.replace("STEPS", steps)],
+            env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == ""
+    with closing(sqlite3.connect(tmp_path / "trackio" / "dflash.db")) as database:
+        found = database.execute("select run_name, step from metrics order by step").fetchall()
+    assert [step for _, step in found] == [1, 2, 3, 4]
+    assert len({name for name, _ in found}) == 1
+
+
+def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    trackio = pytest.importorskip("trackio")
+
+    def refuse(**_: object) -> None:
+        raise RuntimeError("no key\nlog in")
+
+    monkeypatch.setattr(trackio, "init", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^tracker = trackio: it cannot start: no key; see to that, or set tracker = none$"
+    ):
+        open_tracker("trackio", tmp_path, {}, 0)
 
 
 def test_numbers_are_flat_and_leave_out_what_is_no_number() -> None:
