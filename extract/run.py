@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from ..errors import ConfigError, counted
 from ..store import CacheWriter, Plan, TargetHead
+from ..store.begin import refuse_strangers
 from ..store.bucket import Bucket, is_url
 from ..store.bucket_writer import BucketWriter
 from ..store.manifest import Manifest, read_manifest
 from ..store.render import size
-from ..store.writer import refuse_strangers
 from ..target import (
     Target,
     TargetDescription,
@@ -26,7 +26,7 @@ from ..target import (
 from .config import ExtractConfig
 from .corpus import CorpusRows, read_corpus
 from .estimate import check_space, check_work_space, estimate_bytes, free_bytes
-from .forward import compute_shard
+from .fill import Reporter, extract_shards
 from .planning import Weights, earlier_files, is_finished, make_identity, make_plan, plan_append, refuse_early
 from .progress import Progress, SilentProgress
 from .rows import CorpusRow
@@ -60,7 +60,7 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
     Writes the cache at `config.out`; where that is a URL, through `config.folder`.
     """
     started = time.monotonic()
-    reporter = _Reporter(progress or SilentProgress())
+    reporter = Reporter(progress or SilentProgress())
     local = not is_url(config.out)
     if local:
         refuse_strangers(config.folder)
@@ -97,7 +97,7 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
         reporter.extend(writer.take_notices())
         reporter.extend([f"computing shard {shard} again: {why}" for shard, why in writer.replaced_shards.items()])
         with started_workers(config, run_extract) if writer.missing_shards else nullcontext(list) as failures:
-            rate = _extract_shards(target, plan, rows, writer, reporter)
+            rate = extract_shards(target, plan, rows, writer, reporter)
             manifest = writer.finish()
             reporter.extend(failures())
     return _result(config, corpus, manifest, reporter, started, estimated) | {
@@ -110,7 +110,7 @@ def _result(
     config: ExtractConfig,
     corpus: CorpusRows,
     manifest: Manifest,
-    reporter: _Reporter,
+    reporter: Reporter,
     started: float,
     estimated: int,
 ) -> dict[str, Any]:
@@ -135,19 +135,6 @@ def _result(
     }
 
 
-class _Reporter:
-    """Passes notices on to the progress display and keeps them for the result."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.notices: list[str] = []
-
-    def extend(self, notices: Sequence[str]) -> None:
-        for notice in notices:
-            self.notices.append(notice)
-            self.progress.notice(notice)
-
-
 def _resolve(config: ExtractConfig, description: TargetDescription) -> tuple[tuple[int, ...], int | None]:
     """Return the layer ids and the length limit that the settings mean for this target."""
     layer_ids = parse_layer_ids(config.layers, description.num_layers)
@@ -162,7 +149,7 @@ def _read(
     sources: Sequence[Source],
     description: TargetDescription,
     max_length: int | None,
-    reporter: _Reporter,
+    reporter: Reporter,
 ) -> CorpusRows:
     corpus = read_corpus(
         sources,
@@ -255,7 +242,7 @@ def _estimate(
     corpus: CorpusRows,
     num_layers: int,
     finished: bool,
-    reporter: _Reporter,
+    reporter: Reporter,
 ) -> int:
     if config.append and finished:
         estimated = read_manifest(config.folder).num_bytes
@@ -267,42 +254,6 @@ def _estimate(
         + (f" in {config.folder}" if is_url(config.out) else "")
     )
     return estimated
-
-
-def _extract_shards(
-    target: Target, plan: Plan, rows: Mapping[int, CorpusRow], writer: CacheWriter, reporter: _Reporter
-) -> float:
-    """Compute and write the missing shards beside any other workers; return the tokens per second of all of them."""
-
-    def found(shard: int) -> None:  # another worker's
-        reporter.progress.advance(_shard_tokens(plan, shard), 0)
-        reporter.extend(_drop_notices(shard, writer.record(shard).dropped))
-
-    num_tokens = int(plan.num_tokens.sum())
-    num_missing = sum(_shard_tokens(plan, shard) for shard in writer.missing_shards)
-    started = time.monotonic()
-    reporter.progress.start(num_tokens, num_tokens - num_missing)
-    try:
-        for shard in writer.claim_shards(found):
-            sound, dropped = compute_shard(target, plan, rows, shard, reporter.progress)
-            writer.write_shard(shard, sound, dropped)
-            reporter.extend(writer.take_notices())
-            reporter.extend(_drop_notices(shard, dropped))
-    finally:
-        reporter.progress.stop()
-    return num_missing / max(time.monotonic() - started, 1e-9) if num_missing else 0.0
-
-
-def _shard_tokens(plan: Plan, shard: int) -> int:
-    return sum(int(plan.num_tokens[index]) for index in plan.shard_slice(shard))
-
-
-def _drop_notices(shard: int, dropped: Mapping[str, Sequence[str]]) -> list[str]:
-    return [
-        f"shard {shard}: dropped {counted(len(ids), 'row')}: {reason}: {', '.join(ids[:5])}"
-        + (", ..." if len(ids) > 5 else "")
-        for reason, ids in dropped.items()
-    ]
 
 
 def target_head(target: Target) -> TargetHead:

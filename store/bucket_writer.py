@@ -8,7 +8,6 @@ there is none; whoever has claimed the finish sums up the statistics and puts ta
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,65 +15,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
-from uuid import uuid4
-
-import xxhash
-from filelock import FileLock, Timeout
 
 from ..errors import CacheCorrupt, CacheMismatch, CacheMissing, DflashError, TargetError
+from .begin import check_fits
 from .bucket import REQUESTS, Bucket
 from .durable import explained, remove_stale, write_atomic
 from .head import TargetHead
-from .jsonfile import seal
-from .layout import CLAIMS, MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, STATS, shard_dir, shard_file
+from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, STATS, shard_dir, shard_file
 from .leases import FINISH, LEASE_SECONDS, ClaimLost, Leases, Ranks, claims_in
 from .manifest import Manifest, check_manifest, read_manifest
 from .plan import Plan
-from .publish import content, put_shard
+from .publish import content, put_plan, put_shard
 from .record import ShardRecord, check_file, parse_commit, read_record
 from .rows import Row
 from .shard import order_rows
-from .writer import CacheWriter, check_fits
+from .work_folder import WorkFolder
+from .writer import CacheWriter
 
 PATIENCE_SECONDS = 1800.0  # where shards are divided by rank: without a new one for so long, a rank is taken for dead
-
-
-class WorkFolder:
-    """A folder on the local disk for one writer to a bucket; a writer that is started again finds the one it had.
-
-    Attributes:
-        path: the folder, WORK/<hash of the URL>/<machine>-<number>. No other process has it: a lock beside it is held.
-        owner: the name of the folder's writer, the same each time, and nobody else's.
-    """
-
-    def __init__(self, work: Path, url: str) -> None:
-        parent = work.absolute() / xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
-        machine = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
-        with explained(work, "--work"):
-            parent.mkdir(parents=True, exist_ok=True)
-            number = 0
-            while not self._take(parent / f"{machine}-{number}"):
-                number += 1
-            owner = self.path / "owner"
-            if not owner.is_file():
-                self.path.mkdir(exist_ok=True)
-                write_atomic(owner, uuid4().hex.encode())
-            self.owner = owner.read_text()
-
-    def _take(self, path: Path) -> bool:
-        self.path = path
-        self._lock = FileLock(f"{path}.lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            return False
-        return True
-
-    def close(self, *, remove: bool) -> None:
-        """Leave the folder to the next writer, or remove what it holds."""
-        if remove:
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
 
 
 class BucketWriter(CacheWriter):
@@ -127,7 +85,7 @@ class BucketWriter(CacheWriter):
         bucket = Bucket(url, create=True)
         folder = WorkFolder(work, url)
         try:
-            _put_plan(bucket, plan)
+            put_plan(bucket, plan)
             claims = claims_in(bucket, folder.owner, lease_seconds, rank, world_size)
             writer = cls(bucket, folder, claims, plan, versions)
             with writer._named():
@@ -348,21 +306,3 @@ class BucketWriter(CacheWriter):
             yield
         except (CacheCorrupt, CacheMismatch, CacheMissing, TargetError) as error:
             raise type(error)(str(error).replace(str(self.path), self._bucket.url)) from error
-
-
-def _put_plan(bucket: Bucket, plan: Plan) -> None:
-    """Put the plan where there is none; where there is one, `_begin` compares it with this one.
-
-    Raises:
-        CacheMismatch: there is something, and no plan.
-    """
-    if bucket.size(PLAN) is not None:
-        return
-    strangers = sorted(name for name in bucket.sizes("") if not name.startswith(f"{CLAIMS}/") and name != PLAN)
-    if strangers:
-        raise CacheMismatch(f"{bucket.url}: holds {strangers[0]!r} and no {PLAN}; use an empty or new place as --out")
-    data = seal(plan.fields())
-    try:
-        bucket.put_if(PLAN, data, None)
-    except NotImplementedError:
-        bucket.upload(PLAN, data)

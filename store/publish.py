@@ -1,4 +1,4 @@
-"""Putting a finished cache into a bucket: shard by shard, the manifest last."""
+"""Putting a cache into a bucket: the plan, shard by shard, the manifest last."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from ..errors import CacheMismatch
 from .bucket import REQUESTS, Bucket
-from .layout import MANIFEST, RECORD, plan_file, shard_dir, shard_file
+from .jsonfile import seal
+from .layout import CLAIMS, MANIFEST, PLAN, RECORD, plan_file, shard_dir, shard_file
 from .manifest import check_manifest, read_manifest
-from .plan import read_plan
+from .plan import Plan, read_plan
 from .progress import Bar, no_bar
 from .record import ShardRecord, check_file, read_record
 
@@ -106,3 +107,21 @@ def content(bucket: Bucket, name: str) -> bytes | None:
     """Return a JSON file of a cache in a bucket, or None where there is none."""
     found = bucket.look(name)
     return None if found is None else found[0]
+
+
+def put_plan(bucket: Bucket, plan: Plan) -> None:
+    """Put the plan where there is none; where there is one, it is left.
+
+    Raises:
+        CacheMismatch: there is something, and no plan.
+    """
+    if bucket.size(PLAN) is not None:
+        return
+    strangers = sorted(name for name in bucket.sizes("") if not name.startswith(f"{CLAIMS}/") and name != PLAN)
+    if strangers:
+        raise CacheMismatch(f"{bucket.url}: holds {strangers[0]!r} and no {PLAN}; use an empty or new place as --out")
+    data = seal(plan.fields())
+    try:
+        bucket.put_if(PLAN, data, None)
+    except NotImplementedError:
+        bucket.upload(PLAN, data)

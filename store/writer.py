@@ -16,20 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, TargetError
+from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, TargetError
 from .append import check_extends, refuse_difference
+from .begin import check_fits, refuse_strangers
 from .claims import Claims, ShardClaims, exclusive
-from .codecs import check_codec
 from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale
 from .head import TargetHead, write_head
 from .layout import (
-    CLAIMS,
-    LOCK,
     MANIFEST,
-    PLAN,
     SHARDS,
     TARGET,
-    TEMP_PREFIX,
     plan_file,
     shard_dir,
     shard_name,
@@ -346,40 +342,3 @@ class CacheWriter:
             return False
         self._records[shard] = record
         return True
-
-
-def check_fits(plan: Plan, head: TargetHead) -> None:
-    """Check that a plan's codec exists and that the head fits it.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    check_codec(plan.identity.codec)
-    if tuple(head.head_weight.shape) != (plan.vocab_size, plan.hidden_size):
-        raise ConfigError(
-            f"target head {list(head.head_weight.shape)} does not fit the plan: "
-            f"expected [{plan.vocab_size}, {plan.hidden_size}]"
-        )
-
-
-def refuse_strangers(cache: Path) -> None:
-    """Refuse a place that cannot become a cache, before anything is read for it or written into it.
-
-    Raises:
-        CacheMismatch: it is a file, or a folder that holds other things than a cache.
-    """
-    if not cache.exists():
-        place = next(parent for parent in cache.absolute().parents if parent.exists())
-        if not place.is_dir():
-            raise CacheMismatch(f"{cache}: cannot be made, for {place} is a file; use another --out")
-        return
-    if (cache / PLAN).exists():
-        return
-    if not cache.is_dir():
-        raise CacheMismatch(f"{cache}: is a file; the cache needs a folder of its own, use another --out")
-    ours = {LOCK, CLAIMS, SHARDS, TARGET}
-    strangers = sorted(
-        path.name for path in cache.iterdir() if path.name not in ours and not path.name.startswith(TEMP_PREFIX)
-    )
-    if strangers:
-        raise CacheMismatch(f"{cache}: holds {strangers[0]!r} and no cache; use an empty or new folder as --out")
