@@ -27,6 +27,10 @@ class CacheCorrupt(DflashError, ValueError):
     """A file of the cache is not what the manifest says."""
 
 
+class BucketError(DflashError):
+    """A bucket cannot be read or written now; nothing is known of what it holds."""
+
+
 class CacheMismatch(ConfigError):
     """An output exists that was made from other inputs."""
 

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
-from ..errors import CacheCorrupt, CacheMissing, ConfigError, DflashError, message_line
+from ..errors import BucketError, CacheCorrupt, CacheMissing, DflashError, message_line
+from .connect import FIRST_SECONDS, PATIENCE_SECONDS, check_url, connect, refusal
 from .durable import temporary_name
 from .layout import MAX_JSON_BYTES
 
-SCHEMES = ("s3", "gs", "file")
 STREAM_BYTES = 2**22
 REQUESTS = 8
 """Requests to a bucket at once."""
@@ -40,35 +38,25 @@ class Bucket:
         create: make the folder of a file:// URL; a bucket is never made.
 
     Raises:
-        ConfigError: the scheme is not one of SCHEMES, the extra is not installed, or a variable of the provider is not
-            valid.
+        ConfigError: the URL or a variable of the provider is not valid, or the extra is not installed.
         CacheMissing: there is no folder of a file:// URL.
     """
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         self.url = url.rstrip("/")
-        if self.url.partition("://")[0] not in SCHEMES:
-            raise ConfigError(f"{url}: expected a folder, or a URL that begins with {', '.join(SCHEMES)} and ://")
-        try:
-            import obstore  # noqa: PLC0415 - an extra
-            from obstore.store import from_url  # noqa: PLC0415
-        except ImportError as error:
-            raise ConfigError(f"{url}: buckets need an extra: pip install 'dflash-pipeline[buckets]'") from error
+        check_url(self.url)
+        self._create = create
+        self._store = connect(self.url, create=create, seconds=FIRST_SECONDS)
+        self._answered = False
+        import obstore  # noqa: PLC0415 - an extra, there now
+
         self._obstore: Any = obstore
-        local = self.url.startswith("file:")
-        if local and not create and not Path(url2pathname(urlsplit(self.url).path)).is_dir():
-            raise CacheMissing(f"{url}: there is no such folder")
-        try:
-            options: Any = {"mkdir": create} if local else {}
-            self._store: Any = from_url(self.url, **options)
-        except (obstore.exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"{url}: {message_line(error)}") from error
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, or None where there is none.
 
         Raises:
-            CacheMissing: the bucket cannot be reached.
+            BucketError: the bucket cannot be read.
         """
         found = self._if_there(name, lambda: self._obstore.head(self._store, name))
         return None if found is None else int(found["size"])
@@ -83,7 +71,8 @@ class Bucket:
         """Return a small object whole.
 
         Raises:
-            CacheMissing: there is none, or it cannot be reached.
+            CacheMissing: there is none.
+            BucketError: the bucket cannot be read.
             CacheCorrupt: it is larger than that.
         """
         with self._explained(name):
@@ -93,34 +82,41 @@ class Bucket:
         """Stream an object into a file; the file is there whole or not at all.
 
         Raises:
-            CacheMissing: there is no such object, or it cannot be reached.
+            CacheMissing: there is no such object.
             CacheCorrupt: it has another size.
+            BucketError: the bucket cannot be read.
+            OSError: the file cannot be written.
         """
-        with self._explained(name):
+        with self._explained(name, "; the cache is damaged, `dflash cache repair` makes it again"):
             found = self._obstore.get(self._store, name)
-            size = int(found.meta["size"])
-            if size != num_bytes:
-                raise CacheCorrupt(f"{self.url}/{name}: expected {num_bytes} bytes, found {size}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(temporary_name(path.name))
-            try:
-                with temporary.open("wb") as file:
-                    for block in found.stream(min_chunk_size=STREAM_BYTES):
-                        file.write(block)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        size = int(found.meta["size"])
+        if size != num_bytes:
+            raise CacheCorrupt(f"{self.url}/{name}: expected {num_bytes} bytes, found {size}")
+        blocks = iter(found.stream(min_chunk_size=STREAM_BYTES))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(temporary_name(path.name))
+        try:
+            with temporary.open("wb") as file:
+                while (block := self._next(name, blocks)) is not None:
+                    file.write(block)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _next(self, name: str, blocks: Iterator[Any]) -> Any:
+        with self._explained(name):
+            return next(blocks, None)
 
     def upload(self, name: str, content: Path | bytes) -> None:
         """Put an object, whole or not at all.
 
         Raises:
-            DflashError: it cannot be written.
+            BucketError: it cannot be written.
         """
         try:
             self._obstore.put(self._store, name, content)
         except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise DflashError(f"{self.url}/{name}: cannot be written: {message_line(error)}") from error
+            raise self._refused(name, "written", error) from error
 
     def put_if(self, name: str, data: bytes, token: Token | None) -> Token | None:
         """Put a small object where it still is as it was: conditionally, so that of several writers one succeeds.
@@ -135,7 +131,7 @@ class Bucket:
 
         Raises:
             NotImplementedError: the store has no such writes.
-            DflashError: it cannot be written.
+            BucketError: it cannot be written.
         """
         try:
             return _token(self._obstore.put(self._store, name, data, mode="create" if token is None else token))
@@ -146,13 +142,13 @@ class Bucket:
         except (self._obstore.exceptions.BaseError, OSError) as error:
             if token is not None and isinstance(error, FileNotFoundError):
                 return None
-            raise DflashError(f"{self.url}/{name}: cannot be written: {message_line(error)}") from error
+            raise self._refused(name, "written", error) from error
 
     def look(self, name: str) -> tuple[bytes, Token] | None:
         """Return a JSON object and the token of its state, or None where there is none.
 
         Raises:
-            CacheMissing: the bucket cannot be reached.
+            BucketError: the bucket cannot be read.
             CacheCorrupt: it is larger than any JSON file of a cache may be.
         """
         return self._if_there(name, lambda: self._get(name, MAX_JSON_BYTES))
@@ -161,7 +157,7 @@ class Bucket:
         """Remove an object; nothing where there is none.
 
         Raises:
-            CacheMissing: the bucket cannot be reached.
+            BucketError: the bucket cannot be read.
         """
         self._if_there(name, lambda: self._obstore.delete(self._store, name))
 
@@ -183,15 +179,28 @@ class Bucket:
             raise
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def _explained(self, name: str, remedy: str = "") -> Iterator[None]:
+        """Turn a store's errors into ours; `remedy` is for an object that is not there."""
         try:
             yield
         except DflashError:
             raise
         except FileNotFoundError as error:
-            raise CacheMissing(f"{self.url}/{name}: there is no such object") from error
+            if refusal(self.url, error):
+                raise self._refused(name, "read", error) from error
+            raise CacheMissing(f"{self.url}/{name}: there is no such object{remedy}") from error
         except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise CacheMissing(f"{self.url}/{name}: cannot be read: {message_line(error)}") from error
+            raise self._refused(name, "read", error) from error
+        if not self._answered:
+            self._answered = True
+            self._store = connect(self.url, create=self._create, seconds=PATIENCE_SECONDS)
+
+    def _refused(self, name: str, done: str, error: BaseException) -> BucketError:
+        known = refusal(self.url, error)
+        if known:
+            return BucketError(f"{self.url}: {known}")
+        again = "run the same command again when it can be reached"
+        return BucketError(f"{self.url}/{name}: cannot be {done}: {message_line(error)}; {again}")
 
 
 def _token(meta: Any) -> Token:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from ..errors import CacheMismatch, DflashError
 from .bucket import REQUESTS, Bucket
+from .durable import explained_temporary
 from .integrity import manifest_of
 from .layout import MANIFEST, STATS, shard_dir, shard_file
 from .leases import FINISH, LEASE_SECONDS, ClaimLost, claims_in
@@ -63,7 +64,8 @@ def repairing(
         _refuse_changed(place, manifest)
         with tempfile.TemporaryDirectory(prefix="dflash-repair-") as folder:
             root = Path(folder)
-            _fetch(bucket, root, manifest, bad_shards, bad_files)
+            with explained_temporary("what a repair needs"):
+                _fetch(bucket, root, manifest, bad_shards, bad_files)
             with replacing(root):
                 yield root
             claims.check(FINISH)

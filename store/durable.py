@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,24 @@ def explained(cache: Path, option: str = "--out") -> Iterator[None]:
         if error.errno in FORBIDDEN:
             raise DflashError(f"{cache}: cannot be written ({error.strerror}); use another {option}") from error
         raise
+
+
+@contextmanager
+def explained_temporary(what: str) -> Iterator[None]:
+    """Say where a disk that fails is, when it is the one below TMPDIR and the user has not named it.
+
+    Raises:
+        DflashError: instead of an OSError.
+    """
+    try:
+        yield
+    except DflashError:
+        raise
+    except OSError as error:
+        raise DflashError(
+            f"{tempfile.gettempdir()}: {error.strerror or error}; {what} is kept there meanwhile: free some space, or "
+            "set TMPDIR"
+        ) from error
 
 
 def fsync_path(path: Path) -> None:

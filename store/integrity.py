@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DflashError
+from ..errors import CacheCorrupt, CacheMissing, ConfigError
 from .layout import ITEM_BYTES, MANIFEST, RECORD, shard_dir, shard_file
 from .manifest import Manifest, check_manifest, read_manifest
 from .plan import read_plan
@@ -46,6 +47,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
 
     Raises:
         CacheMissing, CacheIncomplete, CacheCorrupt: there is no complete cache whose manifest can be trusted.
+        BucketError, DflashError: the bucket cannot be read, or the disk is full: nothing is said of the cache.
         ConfigError: num_workers is below 1.
     """
     if num_workers is not None and num_workers < 1:
@@ -57,7 +59,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
     bad_files, problems = [], []
     with (
         bar("verify", sum(check.num_bytes for check in checks)) as advance,
-        ThreadPoolExecutor(num_workers or min(os.cpu_count() or 1, MAX_WORKERS)) as pool,
+        _pool(num_workers or min(os.cpu_count() or 1, MAX_WORKERS)) as pool,
     ):
         for check, problem in zip(checks, pool.map(_problem, checks), strict=True):
             advance(check.num_bytes)
@@ -149,8 +151,20 @@ def _record_check(source: Folder | Mirror, record: ShardRecord, layer_ids: tuple
 
 
 def _problem(check: _Check) -> str | None:
+    """Return what is wrong with a file. A bucket or a disk that fails says nothing about it, and ends the check."""
     try:
         check.run()
-    except DflashError as error:
+    except (CacheMissing, CacheCorrupt) as error:
         return str(error)
     return None
+
+
+@contextmanager
+def _pool(num_workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Give a pool that drops what it has not begun when the block fails."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ..errors import CacheIncomplete, CacheMissing, DflashError
 from .bucket import REQUESTS, Bucket, is_url
-from .durable import temporary_name
+from .durable import explained_temporary, temporary_name
 from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, safe_join, shard_dir
 
 MIRROR_BYTES = 16 * 2**30
+"""The bound of a mirror where the disk has twice as much free."""
 
 
 def open_source(place: Path | str) -> Folder | Mirror:
@@ -57,11 +58,12 @@ class Mirror:
     any file: by size, digest and checksums.
     """
 
-    def __init__(self, bucket: Bucket, max_bytes: int = MIRROR_BYTES) -> None:
+    def __init__(self, bucket: Bucket, max_bytes: int | None = None) -> None:
         self.place: Path | str = bucket.url
         self.bucket = bucket
-        self.max_bytes = max_bytes
         self.root = Path(tempfile.mkdtemp(prefix="dflash-mirror-"))
+        free = shutil.disk_usage(self.root).free
+        self.max_bytes = min(MIRROR_BYTES, free // 2) if max_bytes is None else max_bytes
         self._held: Counter[int] = Counter()
         self._here: OrderedDict[int, dict[str, int]] = OrderedDict()  # sizes of each shard's files, by last use
         self._lock = threading.Lock()
@@ -80,7 +82,8 @@ class Mirror:
         """Fetch manifest or record anew.
 
         Raises:
-            CacheMissing: it is not there, or the bucket cannot be reached. CacheIncomplete: there is a plan only.
+            CacheMissing: it is not there. CacheIncomplete: there is a plan only.
+            BucketError: the bucket cannot be read. DflashError: the local disk is full.
         """
         try:
             data = self.bucket.read(name, MAX_JSON_BYTES)
@@ -91,26 +94,33 @@ class Mirror:
                     f"{self.place}: not whole: {done} shards are there and no {MANIFEST}; the same `dflash extract` or "
                     "`dflash cache publish` goes on from them"
                 ) from error
+            if name == MANIFEST:
+                raise CacheMissing(f"{self.place}: there is no cache") from error
             raise
         path = safe_join(self.root, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(temporary_name(path.name))  # another thread may be reading it
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        with explained_temporary(self._kept()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(temporary_name(path.name))  # another thread may be reading it
+            temporary.write_bytes(data)
+            temporary.replace(path)
 
     def fetch(self, files: Mapping[str, int]) -> None:
         """Fetch the files that are not here yet, several at once.
 
         Raises:
-            CacheMissing: one is not there, or the bucket cannot be reached.
+            CacheMissing: one is not there.
             CacheCorrupt: one has another size.
+            BucketError: the bucket cannot be read. DflashError: the local disk is full.
         """
         paths = {name: safe_join(self.root, name) for name in files}
         lacking = [name for name, path in paths.items() if not path.is_file()]
         if not lacking:
             return
         self._make_room({name: files[name] for name in lacking})
-        with ThreadPoolExecutor(REQUESTS) as pool:
+        with (
+            explained_temporary(f"up to {self.max_bytes / 1e9:.2f} GB of {self.place}"),
+            ThreadPoolExecutor(REQUESTS) as pool,
+        ):
             list(pool.map(lambda name: self.bucket.download(name, paths[name], files[name]), lacking))
 
     @contextmanager
@@ -128,6 +138,9 @@ class Mirror:
             if shard is not None:
                 with self._lock:
                     self._held[shard] -= 1
+
+    def _kept(self) -> str:
+        return f"up to {self.max_bytes / 1e9:.2f} GB of {self.place}"
 
     def _make_room(self, coming: Mapping[str, int]) -> None:
         """Take the shards' files that are coming into account, and remove others for them."""

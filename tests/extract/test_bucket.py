@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from dflash_pipeline.cli import main
 from dflash_pipeline.errors import CacheMismatch, ConfigError
-from dflash_pipeline.extract import ExtractConfig, estimate, run, run_extract
+from dflash_pipeline.extract import ExtractConfig, estimate, fill, run_extract
 from dflash_pipeline.store import verify
 from dflash_pipeline.store.bucket import Bucket
 
@@ -81,7 +81,7 @@ def test_one_worker_puts_the_cache_that_a_folder_holds_and_a_second_run_computes
     assert result["cache"] == url
     assert [path for path in (tmp_path / "work").rglob("*") if path.is_file() and path.suffix != ".lock"] == []
     assert verify(url)["ok"]
-    monkeypatch.setattr(run, "compute_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(fill, "compute_shard", lambda *_: pytest.fail("computed again"))
     again = run_extract(settings(out=url, work=tmp_path / "elsewhere", shard_tokens=300))
     assert (again["resumed_rows"], again["fingerprint"]) == (37, alone["fingerprint"])
     with pytest.raises(CacheMismatch, match=f"{url}: holds a cache of other inputs: max_length is 4096 there, 50 now"):
@@ -93,7 +93,7 @@ def test_two_processes_that_share_nothing_but_the_bucket_share_the_shards(
     settings: Settings, alone: dict[str, Any], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(out=url, work=tmp_path / "here", shard_tokens=300)
-    real, done = run.compute_shard, []
+    real, done = fill.compute_shard, []
 
     def compute(*arguments: Any) -> Any:
         done.append(arguments[3])
@@ -103,7 +103,7 @@ def test_two_processes_that_share_nothing_but_the_bucket_share_the_shards(
             time.sleep(0.1)
         return real(*arguments)
 
-    monkeypatch.setattr(run, "compute_shard", compute)
+    monkeypatch.setattr(fill, "compute_shard", compute)
     other = started(command(config, url, tmp_path / "there"))
     result = run_extract(config)
     printed, errors = other.communicate(timeout=300)
@@ -116,14 +116,14 @@ def test_two_processes_that_share_nothing_but_the_bucket_share_the_shards(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from dflash_pipeline.extract import ExtractConfig, run
-real, done = run.compute_shard, []
+from dflash_pipeline.extract import ExtractConfig, fill, run
+real, done = fill.compute_shard, []
 def compute(*arguments):
     done.append(arguments[3])
     if len(done) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments)
-run.compute_shard = compute
+fill.compute_shard = compute
 corpus, target, out, work = sys.argv[1:]
 run.run_extract(ExtractConfig(corpus=(Path(corpus),), target=target, out=out, work=Path(work), device="cpu",
                               batch_tokens=500, shard_tokens=300, lease_seconds=2))
@@ -137,8 +137,8 @@ def test_a_worker_killed_in_mid_shard_costs_that_shard_and_the_lease(
     script = [sys.executable, "-c", KILLED, str(config.corpus[0]), config.target, url, str(tmp_path / "there")]
     assert subprocess.run(script, check=False, timeout=300).returncode == -9
     assert (num_records(url), sorted(Bucket(url).sizes(".claims"))) == (2, [".claims/00002"])
-    real, done = run.compute_shard, []
-    monkeypatch.setattr(run, "compute_shard", lambda *given: (done.append(given[3]), real(*given))[1])
+    real, done = fill.compute_shard, []
+    monkeypatch.setattr(fill, "compute_shard", lambda *given: (done.append(given[3]), real(*given))[1])
     result = run_extract(config)
     count = len(list((Path(alone["cache"]) / "shards").iterdir()))
     assert done == [*range(3, count), 2]  # the dead one's last, when its lease was over

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_pipeline.extract import ExtractConfig, run, run_extract
+from dflash_pipeline.extract import ExtractConfig, fill, run_extract
 
 Settings = Callable[..., ExtractConfig]
 
@@ -44,7 +44,7 @@ def content(cache: Path | str) -> dict[str, bytes]:
 
 def slowly(monkeypatch: pytest.MonkeyPatch, then: Callable[[int], None] = lambda _: None) -> list[int]:
     """Let this process take its time over a shard, so that others get theirs; return the shards it does."""
-    real, done = run.compute_shard, []
+    real, done = fill.compute_shard, []
 
     def compute(*arguments: Any) -> Any:
         done.append(arguments[3])
@@ -52,7 +52,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, then: Callable[[int], None] = lambda
         then(len(done))
         return real(*arguments)
 
-    monkeypatch.setattr(run, "compute_shard", compute)
+    monkeypatch.setattr(fill, "compute_shard", compute)
     return done
 
 

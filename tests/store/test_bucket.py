@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from dflash_pipeline.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError, DflashError
+from dflash_pipeline.errors import BucketError, CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, ConfigError
 from dflash_pipeline.store import CacheReader, describe, open_cache, verify
 from dflash_pipeline.store.bucket import Bucket, is_url
 from dflash_pipeline.store.publish import publish_cache
@@ -171,7 +171,7 @@ def test_a_damaged_object_is_named_and_never_read(pristine: Path, url: str, dama
 
 
 def test_places_without_a_cache_and_without_a_server_say_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CacheMissing, match=r"there is no such (object|folder)"):
+    with pytest.raises(CacheMissing, match=r"there is no (cache|such folder)"):
         open_cache(url)
     with pytest.raises(ConfigError, match="s3, gs, file"):
         open_cache("ftp://host/cache")
@@ -181,9 +181,8 @@ def test_places_without_a_cache_and_without_a_server_say_so(url: str, monkeypatc
 
 
 def test_a_write_that_fails_is_one_line(pristine: Path, endpoint: str) -> None:
-    with pytest.raises(DflashError, match="cannot be written") as refused:
+    with pytest.raises(BucketError, match=r"^s3://no-such-bucket/c: there is no such bucket$"):
         publish_cache(pristine, "s3://no-such-bucket/c")
-    assert "\n" not in str(refused.value)
 
 
 def test_a_folder_is_no_url(pristine: Path) -> None:
