@@ -196,6 +196,8 @@ def train(
     """Train a drafter from a cache. The target is not loaded."""
     from .train.recipes import load_recipe
 
+    if steps and any(setting.partition("=")[0].strip() == "steps" for setting in overrides):
+        raise click.UsageError("--steps and --set steps: give one of them")
     loaded = load_recipe(recipe, [*overrides, *([f"steps={steps}"] if steps else [])])
     if print_config:
         from .train.facts import printed_config

@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None  # torch names twenty backends, of which two are meant
-    if device is None or device.type == "meta":
+    if device is None or device.type == "meta" or name.startswith("cpu:"):
         raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: this machine has {counted(torch.cuda.device_count(), 'CUDA device')}")

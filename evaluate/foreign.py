@@ -6,6 +6,7 @@ The file is mapped, not loaded, and only tensors and plain containers are taken 
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from ..errors import CheckpointError, message_line
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of a name that training wrappers add: DataParallel, torch.compile, FSDP, activation checkpointing."""
 CONFIG_KEYS = ("config", "model_config", "drafter_config", "draft_config")
+PARTS = frozenset({"layers", "fc", "norm", "hidden_norm"})
+"""What a drafter's names begin with: none of them may be left out."""
 _MAX_DEPTH = 4
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,7 +59,7 @@ def load_foreign(path: Path, config: Path | None = None, weights: str | None = N
 
     Raises:
         CheckpointError: it is not such a file, holds no drafter or several, the configuration is missing, or the
-            weights do not fit it.
+            weights do not fit it: too few, too many, or of other shapes.
     """
     content = _read(path)
     found = _choose(path, list(_search(content, ())), weights)
@@ -85,6 +88,13 @@ def load_foreign(path: Path, config: Path | None = None, weights: str | None = N
         model = DFlashDrafter(parsed)
     model.load_state_dict(tensors, strict=True, assign=True)
     dtype = "bfloat16" if kinds == {torch.bfloat16} else "float32"
+    left = [name.removeprefix(found.prefix) for name in found.tensors if name.startswith(found.prefix)]
+    unknown = [name for name in left if name not in shapes and name.split(".")[0] in PARTS]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {found.place} has a {unknown[0]} that the configuration does not ask for ({len(unknown)} such): "
+            "give the configuration that it was trained with"
+        )
     num_ignored = len(found.tensors) - len(shapes)
     return ForeignDrafter(LoadedDrafter(model.eval(), parsed, {}), dtype, found.place, num_ignored)
 
@@ -98,6 +108,11 @@ def _read(path: Path) -> Mapping[str, Any]:
             "unpickled: save its state dict alone, where it was made, and give that"
         ) from error
     except (RuntimeError, OSError, ValueError, EOFError) as error:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise CheckpointError(
+                f"{path}: not a file of torch.save that can be mapped: no zip file, as torch has written since 1.6; it "
+                "is cut short, something else, or has to be saved again by a newer torch"
+            ) from error
         raise CheckpointError(
             f"{path}: not a file of torch.save that can be mapped: {message_line(error)[:200]}"
         ) from error

@@ -186,7 +186,8 @@ async def _ask_server(config: GenerateConfig, prompts: Sequence[Prompt], work: _
             attempts=config.attempts,
             retry_seconds=config.retry_seconds,
             api_key=config.api_key,
-        )
+        ),
+        work.say,
     )
     async for prompt, reply in server.answers(prompts):
         work.take(prompt, reply)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from .reply import Refused, Reply, read_reply
 RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 FATAL_STATUS = frozenset({401, 403, 404, 405})
 MOST_WAIT_SECONDS = 30.0
+TELL_SECONDS = 5.0
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 Answer = tuple[Prompt, Reply | Refused]
@@ -61,10 +63,15 @@ class ServerConfig:
 
 
 class Server:
-    """Asks greedily (temperature 0): text by chat completions, token ids by completions."""
+    """Asks greedily (temperature 0): text by chat completions, token ids by completions.
 
-    def __init__(self, config: ServerConfig) -> None:
+    `say` takes lines for people: that a request failed and is tried again, now and then.
+    """
+
+    def __init__(self, config: ServerConfig, say: Callable[[str], None]) -> None:
         self.config = config
+        self.say = say
+        self._told = -TELL_SECONDS
         base = config.url.rstrip("/")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self._ids_wanted = True
@@ -140,6 +147,7 @@ class Server:
                 retry=retry_if_exception_type(_TryAgain),
                 stop=stop_after_attempt(self.config.attempts),
                 wait=wait,
+                before_sleep=self._tell,
                 reraise=True,
             ):
                 with attempt:
@@ -150,6 +158,15 @@ class Server:
                 "far is kept: see to the server, and run the same command again"
             ) from error
         raise AssertionError("tenacity returns or raises")
+
+    def _tell(self, state: RetryCallState) -> None:
+        now = time.monotonic()
+        if state.outcome is not None and now - self._told >= TELL_SECONDS:
+            self._told = now
+            self.say(
+                f"{self.base}: {state.outcome.exception()}: trying again in {state.upcoming_sleep:.0f} s "
+                f"({state.attempt_number} of {self.config.attempts} tries)"
+            )
 
     async def _check_model(self, client: httpx.AsyncClient) -> None:
         """Refuse a name that the server does not serve, where it lists what it serves."""

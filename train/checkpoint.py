@@ -1,6 +1,7 @@
 """Checkpoints of a run: the drafter in z-lab's layout, the optimiser's moments, and the step, in one folder.
 
-A checkpoint is written beside, flushed and renamed, so that it is there whole or not at all. Everything else that a
+A checkpoint is written beside, flushed and renamed, so that it is there whole or not at all; state.json has the digests
+of its files, which are checked when a run goes on. Everything else that a
 step depends on (packs, anchors, noise, learning rate) is a function of the step and the run's configuration.
 """
 
@@ -19,6 +20,7 @@ from ..drafter.checkpoint import load_drafter, save_drafter
 from ..drafter.model import DFlashDrafter
 from ..errors import CheckpointError
 from ..store.durable import commit_dir
+from ..store.record import file_fields, record_files
 from .optimizer import MOMENTS
 
 _OPTIMIZER, _STATE = "optimizer.safetensors", "state.json"
@@ -53,7 +55,8 @@ def save_checkpoint(
     beside.mkdir(parents=True)
     save_drafter(beside, model, extra=extra)
     save_file(moments, beside / _OPTIMIZER)
-    (beside / _STATE).write_text(json.dumps({"format": 1, "step": step}), encoding="utf-8")
+    state = {"format": 1, "step": step, "files": file_fields(record_files(beside))}
+    (beside / _STATE).write_text(json.dumps(state), encoding="utf-8")
     if path.exists():
         shutil.rmtree(path)
     commit_dir(beside, path)
@@ -68,11 +71,19 @@ def read_checkpoint(path: Path, model: DFlashDrafter) -> tuple[int, dict[str, Te
     Raises:
         CheckpointError: a file is missing, damaged or of another drafter.
     """
+    remedy = "delete this checkpoint to go on from the one before"
     try:
-        step = int(json.loads((path / _STATE).read_text(encoding="utf-8"))["step"])
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        step, files = int(state["step"]), dict(state["files"])
+        found = file_fields(record_files(path))
+        damaged = next((name for name in files if files[name] != found.get(name)), None)
+        if damaged is not None:
+            raise CheckpointError(f"{path / damaged}: not what was saved (size or digest); {remedy}")
         moments = load_file(path / _OPTIMIZER)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}; delete this checkpoint to go on from the one before") from None
+        raise CheckpointError(f"{path}: {error!r}; {remedy}") from None
     saved, _, _ = load_drafter(path)
     model.load_state_dict(saved.state_dict())
     for name, parameter in model.named_parameters():

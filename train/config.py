@@ -40,7 +40,8 @@ _ABOVE_0: _Range = ("above 0", lambda value: 0 < value < math.inf)
 _FROM_0: _Range = ("from 0 up", lambda value: 0 <= value < math.inf)
 _BELOW_1: _Range = ("from 0 to below 1", lambda value: 0 <= value < 1)
 RANGES: dict[str, _Range] = {
-    **dict.fromkeys(("noise_scale", "weight_decay", "sliding_layers", "seed", "warmup_steps"), _FROM_0),
+    **dict.fromkeys(("noise_scale", "weight_decay", "sliding_layers", "warmup_steps"), _FROM_0),
+    "seed": ("from 0 to below 2^32", lambda value: 0 <= value < 2**32),
     **dict.fromkeys(("beta1", "beta2", "heldout_share"), _BELOW_1),
     "kl_weight": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "block_size": ("of at least 2 (the anchor and one drafted token)", lambda value: value >= 2),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def run_train(options: TrainOptions, say: Callable[[str], None]) -> dict[str, An
     """Train a drafter, or go on where an interrupted run of the same settings stopped.
 
     Under torchrun this is one rank of many: the first one writes and speaks. SIGTERM ends the step at hand, saves, and
-    returns.
+    returns; so does SIGINT (Ctrl-C), which then raises KeyboardInterrupt. A second SIGINT saves nothing.
 
     Args:
         options: see `TrainOptions`.
@@ -125,6 +126,8 @@ def _train(
     if step:
         say(f"resumed after step {step} of {config.steps}")
     heldout = HeldOut(cache, config, trainer.head)
+    if config.recipe.heldout_share and not heldout.num_rows:
+        say(f"heldout_share = {config.recipe.heldout_share:g} holds no row out: no tau is measured on the way")
     clock = Clock(config, step)
     metrics: dict[str, Any] = {"loss": float("nan")}
     stopped = False
@@ -137,14 +140,14 @@ def _train(
         rank=ranks.rank,
         num_ranks=ranks.size,
     )
-    with reading as steps, _tracking(options, config, ranks, step) as tracker, _sigterm() as stopping:
+    with reading as steps, _tracking(options, config, ranks, step) as tracker, _stopping() as stopping:
         while step < config.steps and not stopped:
             with clock.waiting():
                 packs = next(steps)
             weight, stop, save = ranks.sums(
                 [
                     sum(float(pack.supervision.weights_N.sum()) for pack in packs),
-                    float(stopping.is_set()),
+                    float(stopping.signal is not None),
                     float(ranks.is_first and clock.checkpoint_due()),
                 ]
             )
@@ -152,7 +155,7 @@ def _train(
                 metrics = trainer.step(packs, step, weight)
             step += 1
             clock.count(metrics)
-            stopped = bool(stop) or (ranks.size == 1 and stopping.is_set())
+            stopped = bool(stop) or (ranks.size == 1 and stopping.signal is not None)
             last = step == config.steps
             if last or step % config.eval_every == 0:
                 _measure(trainer, heldout, metrics)
@@ -169,7 +172,9 @@ def _train(
     if not ranks.is_first:
         return None
     if step < config.steps:
-        say(f"stopped by SIGTERM after step {step} of {config.steps}, saved; the same command goes on")
+        say(f"stopped by {stopping.signal} after step {step} of {config.steps}, saved; the same command goes on")
+        if stopping.signal == "SIGINT":
+            raise KeyboardInterrupt
         return result
     save_drafter(options.out / DRAFTER, model, extra=drafter_record(config, cache, step))
     folder.finish(result)
@@ -204,18 +209,30 @@ def _tracking(options: TrainOptions, config: ResolvedConfig, ranks: Ranks, step:
         tracker.close()
 
 
+class _Stop:
+    """Which signal has asked the run to stop, if any."""
+
+    signal: str | None = None
+
+    def ask(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal == "SIGINT":
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+
 @contextmanager
-def _sigterm() -> Iterator[threading.Event]:
-    """Give an event that SIGTERM sets; outside the main thread, where no handler can be set, it never is."""
-    event = threading.Event()
+def _stopping() -> Iterator[_Stop]:
+    """Take SIGTERM and SIGINT as requests to stop; outside the main thread, where no handler can be set, none comes."""
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield stop
         return
-    before = signal.signal(signal.SIGTERM, lambda _number, _frame: event.set())
+    before = {number: signal.signal(number, stop.ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield event
+        yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _result(

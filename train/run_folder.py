@@ -11,6 +11,7 @@ from ..store.durable import write_atomic
 from .config import ResolvedConfig
 
 CONFIG, METRICS, RESULT, DRAFTER = "config.json", "metrics.jsonl", "result.json", "drafter"
+CHECKPOINTS = "checkpoints"
 _FINGERPRINT = "cache_fingerprint"
 _HOUSEKEEPING = {
     "eval_every",
@@ -46,7 +47,7 @@ class RunFolder:
         return value
 
     def start(self, config: ResolvedConfig, record: dict[str, Any]) -> list[str]:
-        """Save the configuration of a new run, or check it against the saved one; return notices.
+        """Save the configuration of a run that has done no step, or check it against the saved one; return notices.
 
         Args:
             config: of this start.
@@ -54,7 +55,7 @@ class RunFolder:
         """
         wanted = config.as_dict()
         saved = self.saved_config()
-        if saved is None:
+        if saved is None or not self._has_stepped():
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.path / CONFIG, wanted | record)
             return []
@@ -66,6 +67,10 @@ class RunFolder:
         if saved.get(_FINGERPRINT) != wanted[_FINGERPRINT]:
             return ["the cache was repaired since this run started: its fingerprint has changed, its identity has not"]
         return []
+
+    def _has_stepped(self) -> bool:
+        """Tell whether there is anything that other settings would contradict."""
+        return any((self.path / name).exists() for name in (METRICS, RESULT, CHECKPOINTS))
 
     def result(self) -> dict[str, Any] | None:
         """Return the result of a finished run."""

@@ -79,6 +79,16 @@ def test_the_drafter_is_found_under_keys_and_prefixes(
     assert again["unchanged"] is True
 
 
+@pytest.mark.parametrize("name", ["layers.2.mlp.up_proj.weight", "layers.0.self_attn.q_proj.bias", "fc.bias"])
+def test_no_part_of_the_drafter_is_left_out(
+    tmp_path: Path, drafter: DFlashDrafter, config_file: Path, name: str
+) -> None:
+    weights = renamed(drafter, "net.") | {f"net.{name}": torch.ones(2)}
+    path = saved(tmp_path / "their.pt", {"model": weights})
+    with pytest.raises(CheckpointError, match=f"has a {name} that the configuration does not ask for"):
+        export(path, tmp_path / "out", config_file)
+
+
 def test_bfloat16_stays_bfloat16(tmp_path: Path, drafter: DFlashDrafter, config_file: Path) -> None:
     path = saved(tmp_path / "their.pt", {"model": renamed(drafter, "", torch.bfloat16)})
     assert export(path, tmp_path / "out", config_file)["dtype"] == "bfloat16"
@@ -147,7 +157,9 @@ def test_files_that_hold_code_or_no_drafter_are_refused_in_one_line(
     torch.save({"model": weights}, old, _use_new_zipfile_serialization=False)
     (tmp_path / "text.pt").write_text("not a checkpoint")
     for path in (old, tmp_path / "text.pt"):
-        with pytest.raises(CheckpointError, match=r"not a file of torch\.save that can be mapped") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"not a file of torch\.save that can be mapped: no zip file"
+        ) as caught:
             export(path, tmp_path / "out", config_file)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

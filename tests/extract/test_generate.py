@@ -225,8 +225,10 @@ def test_a_server_that_stays_down_stops_the_run_and_keeps_what_it_answered(start
     assert server.asked["down c"] == 3
     assert [row["id"] for row in read(tmp_path / "out.jsonl.part")] == ["p0", "p1"]
     gone = replace(config, server="http://127.0.0.1:9", out=tmp_path / "gone.jsonl", attempts=2)
+    said: list[str] = []
     with pytest.raises(DflashError, match="2 tries failed, the last one: ConnectError"):
-        run_generate(gone, lambda _: None)
+        run_generate(gone, said.append)
+    assert any("ConnectError" in line and "trying again in" in line for line in said)
 
 
 def test_wrong_requests_are_refused_at_once(start: Start, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_pipeline.errors import ConfigError
+from dflash_pipeline.errors import CacheMismatch, CheckpointError, ConfigError
 from dflash_pipeline.train.checkpoint import list_checkpoints
 from dflash_pipeline.train.loop import TrainOptions, run_train
 from dflash_pipeline.train.recipes import load_recipe
@@ -30,8 +31,9 @@ def train(cache: Path, out: Path, *overrides: str) -> dict:
     return result
 
 
-def test_sigterm_finishes_the_step_saves_and_exits_0_and_the_run_goes_on_bit_for_bit(
-    tiny_cache: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_from_there(
+    tiny_cache: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     settings = [*SMALL, "steps=400", "eval_every=400"]
     command = [sys.executable, "-m", "dflash_pipeline.cli", "train", "--cache", str(tiny_cache), "--json"]
@@ -43,20 +45,57 @@ def test_sigterm_finishes_the_step_saves_and_exits_0_and_the_run_goes_on_bit_for
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "stopped by SIGTERM after step" in err
-    stopped = json.loads(out)
-    assert not stopped["finished"]
-    assert list_checkpoints(tmp_path / "run")[-1].name == f"step-{stopped['steps']:07d}"
-    assert metrics.read_text().count("\n") == stopped["steps"]
+    assert f"stopped by {number.name} after step" in err
+    steps = metrics.read_text().count("\n")
+    assert list_checkpoints(tmp_path / "run")[-1].name == f"step-{steps:07d}"
+    if number == signal.SIGINT:  # the shell goes on to no other command
+        assert process.returncode == 1
+        assert err.endswith("dflash: interrupted; the same command resumes\n")
+        assert not out
+    else:
+        assert process.returncode == 0, err
+        stopped = json.loads(out)
+        assert (stopped["finished"], stopped["steps"]) == (False, steps)
     assert not (tmp_path / "run" / "drafter").exists()
 
 
 def test_checkpoints_come_by_time_too(tiny_cache: Path, tmp_path: Path) -> None:
     train(tiny_cache, tmp_path / "run", "steps=4", "checkpoint_minutes=1e-9", "keep_checkpoints=9")
     assert len(list_checkpoints(tmp_path / "run")) == 4
+
+
+def test_a_checkpoint_that_was_damaged_is_not_gone_on_from(tiny_cache: Path, tmp_path: Path) -> None:
+    train(tiny_cache, tmp_path / "run", "steps=4", "checkpoint_every=2")
+    for name in ("result.json", "drafter"):
+        path = tmp_path / "run" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    last = list_checkpoints(tmp_path / "run")[-1]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        whole = (last / name).read_bytes()
+        for damaged in (whole[:-4] + b"\0\0\0\x40", whole[:1000]):
+            (last / name).write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=rf"{name}: not what was saved .*delete this checkpoint to go on"):
+                train(tiny_cache, tmp_path / "run", "steps=4", "checkpoint_every=2")
+        (last / name).write_bytes(whole)
+    shutil.rmtree(last)
+    assert train(tiny_cache, tmp_path / "run", "steps=4", "checkpoint_every=2")["resumed_from"] == 2
+
+
+def test_a_folder_in_which_no_step_was_done_takes_other_settings(tiny_cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shard = full needs several processes"):
+        train(tiny_cache, tmp_path / "run", "steps=2", "shard=full")
+    train(tiny_cache, tmp_path / "run", "steps=2")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["shard"] == "none"
+    with pytest.raises(CacheMismatch, match=r"started with recipe.*lr|started with lr"):
+        train(tiny_cache, tmp_path / "run", "steps=2", "lr=0.5")
+
+
+def test_a_share_that_holds_no_row_out_is_said(tiny_cache: Path, tmp_path: Path) -> None:
+    recipe, said = load_recipe("default", [*SMALL, "steps=1", "heldout_share=1e-9"]), list[str]()
+    run_train(TrainOptions(cache=tiny_cache, out=tmp_path / "run", recipe=recipe, device="cpu"), said.append)
+    assert any("heldout_share = 1e-09 holds no row out" in line for line in said)
 
 
 def test_what_no_weight_depends_on_may_change_on_resume(tiny_cache: Path, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_a_file_recipe_follows_its_parent(tmp_path: Path) -> None:
         ("block_size=1", "at least 2"),
         ("heldout_share=1", "expected a number from 0 to below 1"),
         ("precision=fp8", "expected one of"),
-        ("seed=true", "seed = true: expected a whole number from 0 up$"),
+        ("seed=true", "seed = true: expected a whole number from 0 to below 2\\^32$"),
+        ("seed=4294967296", "seed = 4294967296: expected a whole number from 0 to below 2\\^32$"),
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused_with_the_reason(override: str, message: str | None) -> None:
