@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,9 +18,20 @@ from safetensors import SafetensorError
 from . import __version__
 from .errors import DflashError
 
-EXISTING = click.Path(exists=True, path_type=Path)
-ANY_PATH = click.Path(path_type=Path)
+MISTYPED_URL = re.compile(r"(s3|gs|file|https?):", re.IGNORECASE)
 TORCHRUN = (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1"))  # its variables, and what holds without it
+
+
+class LocalPath(click.Path):
+    """A path on this machine; a quoted ~ is the home folder, as an unquoted one is to the shell."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a Path."""
+        return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path's fails on ~nobody
+
+
+EXISTING = LocalPath(exists=True, path_type=Path)
+ANY_PATH = LocalPath(path_type=Path)
 
 
 class CachePlace(click.ParamType):  # type: ignore[type-arg]  # older click is not generic
@@ -31,8 +43,14 @@ class CachePlace(click.ParamType):  # type: ignore[type-arg]  # older click is n
         self.folder = folder
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a Path, or the URL as it is."""
-        return value if isinstance(value, str) and "://" in value else self.folder.convert(value, param, ctx)
+        """Return a Path, or the URL with its scheme in small letters; a mistyped URL is no folder."""
+        if isinstance(value, str):
+            scheme, separator, rest = value.partition("://")
+            if separator:
+                return f"{scheme.lower()}://{rest}"
+            if MISTYPED_URL.match(value):
+                self.fail(f"{value}: a URL is s3://bucket/prefix, gs://bucket/prefix or file:///folder", param, ctx)
+        return self.folder.convert(value, param, ctx)
 
 
 CACHE, NEW_CACHE = CachePlace(EXISTING), CachePlace(ANY_PATH)
@@ -132,16 +150,18 @@ def generate(as_json: bool, **options: Any) -> None:
 )
 @click.option("--layers", default="auto", show_default=True, help="Target layer ids, such as 1,16,31,46,61.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Cut rows at this many tokens.  [default: the target's]")
-@click.option("--codec", default="lossless", show_default=True, help="How states are stored.")
+@click.option("--codec", default="lossless", show_default=True, help="How states are stored; lossless is the only way.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the target.  [default: the checkpoint's]")
 @click.option("--attention", default="sdpa", show_default=True, help="Attention implementation of the target.")
-@click.option("--batch-tokens", type=click.IntRange(min=1), help="Token budget of a batch, padding included.")
-@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Most likely next tokens kept per position.")
+@click.option(
+    "--batch-tokens", type=click.IntRange(min=1), help="Tokens of a batch, padding included.  [default: 8192]"
+)
+@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard.  [default: 32768]")
+@click.option("--top-k", type=click.IntRange(min=1), help="Likely next tokens kept per position.  [default: 8]")
 @click.option("--keep-final", is_flag=True, help="Also store the last layer's state.")
 @click.option("--limit", "limit_rows", type=click.IntRange(min=1), help="Stop after this many rows.")
 @click.option("--limit-tokens", type=click.IntRange(min=1), help="Stop after this many tokens.")
-@click.option("--append", is_flag=True, help="Extend the finished cache at --out by this corpus.")
+@click.option("--append", is_flag=True, help="Extend the finished cache at --out by this corpus; folders only.")
 @click.option("--strict", is_flag=True, help="Refuse a corpus with unusable rows instead of skipping them.")
 @click.option("--dry-run", is_flag=True, help="Print the estimated size and stop.")
 @click.option(
@@ -345,9 +365,9 @@ def diff(first: Path | str, second: Path | str, as_json: bool) -> None:
 
 @cache.command()
 @click.argument("path", type=EXISTING, metavar="CACHE")
-@click.argument("url")
+@click.argument("url", type=NEW_CACHE)
 @json_option
-def publish(path: Path, url: str, as_json: bool) -> None:
+def publish(path: Path, url: Path | str, as_json: bool) -> None:
     """Copy a finished cache under a URL: s3://bucket/prefix, gs://bucket/prefix. Run again, it goes on."""
     from .store.progress import byte_bar
     from .store.publish import publish_cache

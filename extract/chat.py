@@ -71,7 +71,7 @@ class ChatEncoder:
             RowProblem: the template cannot render it, leaves out a tool call or a tool's result, or does not show where
                 a reply begins.
         """
-        messages = self._settle_missing_content(messages, tools)
+        messages = self._settle_missing_content(self._settle_text_parts(messages, tools), tools)
         self._check_tools_are_rendered(messages, tools)
         if self._has_marker(tools):
             encoded = self._encode_by_marker(messages, tools)
@@ -136,6 +136,25 @@ class ChatEncoder:
             return empty if self._render(messages, tools) == self._render(named, tools) else messages
         except RowProblem:
             return empty
+
+    def _settle_text_parts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Join content that is text in parts, [{"type": "text", "text"}], where the template writes text out.
+
+        Most templates know text alone: they fail on a list, or write its brackets. Those that know parts alone leave
+        text out, and keep the parts.
+        """
+        texts = [_joined_parts(message.get("content")) for message in messages]
+        if all(text is None for text in texts):
+            return messages
+        pairs = list(zip(messages, texts, strict=True))
+        joined, changed = (
+            [message if text is None else {**message, "content": write(text)} for message, text in pairs]
+            for write in (str, lambda _: OTHER)
+        )
+        try:
+            return joined if self._render(joined, tools) != self._render(changed, tools) else messages
+        except RowProblem:
+            return messages
 
     def _check_tools_are_rendered(self, messages: list[Message], tools: list[Any] | None) -> None:
         """Refuse a row of which the template drops what was called or what came back: a change there must show."""
@@ -225,6 +244,15 @@ def _with_another_call_or_result(message: Message) -> Message | None:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _joined_parts(content: object) -> str | None:
+    """Return the text of a list of text parts; None where it is something else."""
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        return None
+    return "".join(part["text"] for part in content)
 
 
 def _template_problem(error: Exception) -> RowProblem:

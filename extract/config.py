@@ -87,7 +87,8 @@ class ExtractConfig:
             raise ConfigError(f"rank {self.rank}: expected 0 to {self.world_size - 1}, less than the number of workers")
         if is_url(self.out) and self.append:
             raise ConfigError(
-                f"{self.out}: --append extends a folder: extend the cache there, then `dflash cache publish`"
+                f"{self.out}: --append extends a folder: copy the cache into one (such as by `aws s3 sync` or "
+                f"`gcloud storage rsync`), extend it there, then `dflash cache publish FOLDER {self.out}`"
             )
         if self.work is not None and not is_url(self.out):
             raise ConfigError(f"work {self.work}: only an output in a bucket is built in another folder; leave it out")

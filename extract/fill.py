@@ -41,7 +41,7 @@ def extract_shards(
     started = time.monotonic()
     reporter.progress.start(num_tokens, num_tokens - num_missing)
     try:
-        for shard in writer.claim_shards(found):
+        for shard in writer.claim_shards(found, reporter.progress.notice):
             sound, dropped = compute_shard(target, plan, rows, shard, reporter.progress)
             writer.write_shard(shard, sound, dropped)
             reporter.extend(writer.take_notices())

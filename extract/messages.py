@@ -50,8 +50,8 @@ def check_messages(messages: object) -> list[Message]:
     Every one has the key `content`, which is None in an assistant turn without text; other null keys are left out.
 
     Raises:
-        RowProblem: not a list of messages, no reply, an empty reply, a message without content, faulty tool calls, or
-            the assistant speaks first.
+        RowProblem: not a list of messages, no reply, an empty reply, a message without content or with an image,
+            faulty tool calls, or the assistant speaks first.
     """
     if not isinstance(messages, list):
         raise RowProblem("messages is not a list", f"found {type(messages).__name__}")
@@ -69,6 +69,9 @@ def check_messages(messages: object) -> list[Message]:
 def _clean(message: Message, number: int) -> Message:
     found = {key: value for key, value in message.items() if value is not None}
     content = found.setdefault("content", None)
+    other = next((part["type"] for part in _parts(found) if part["type"] != "text"), None)
+    if other is not None:  # the target is given token ids alone
+        raise RowProblem("content has parts that are not text", f"message {number}: {other}")
     if found["role"] != "assistant":
         if content is None:
             raise RowProblem("a message without content", f"message {number}")
@@ -81,6 +84,14 @@ def _clean(message: Message, number: int) -> Message:
         if empty and not found.get("reasoning_content"):
             raise RowProblem("empty reply", f"message {number}")
     return found
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    """Return the parts of which content is made, if it is; what a tool returns is whatever it is."""
+    content = message["content"]
+    if message["role"] == "tool" or not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, dict) and isinstance(part.get("type"), str)]
 
 
 def _call_list(calls: object, number: int) -> list[Any]:

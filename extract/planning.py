@@ -11,7 +11,9 @@ import numpy as np
 
 from ..errors import DflashError
 from ..store.append import check_same_settings, extend_plan, is_appended, refuse_difference
-from ..store.layout import MANIFEST, PLAN
+from ..store.begin import check_writable, refuse_strangers
+from ..store.bucket import Bucket, is_url
+from ..store.layout import CLAIMS, MANIFEST, PLAN
 from ..store.manifest import check_manifest, read_manifest
 from ..store.plan import CorpusFile, Identity, Plan, assign_rows, hash_prompt, read_plan
 from ..target import Target, TargetDescription, attention_in_effect
@@ -133,6 +135,27 @@ def earlier_files(out: Path, sources: Sequence[Source]) -> list[str]:
     if count and [file.sha256 for file in files[-count:]] == [source.file.sha256 for source in sources]:
         files = files[:-count]
     return [file.name for file in files]
+
+
+def check_place(config: ExtractConfig) -> None:
+    """Refuse an output that cannot be written, as far as that is seen without writing, before the corpus is read.
+
+    Raises:
+        ConfigError: the URL is not valid.
+        BucketError: the bucket is not there, or cannot be reached with these credentials.
+        CacheMismatch: the folder is a file, or holds other things than a cache.
+        DflashError: the folder may not be written.
+    """
+    if config.dry_run:
+        if not is_url(config.out):
+            refuse_strangers(config.folder)
+        return
+    if not is_url(config.out):
+        check_writable(config.folder)
+        refuse_strangers(config.folder)
+        return
+    check_writable(config.folder, "--work")
+    Bucket(str(config.out), create=True).sizes(CLAIMS)  # a look at one object does not tell a missing bucket
 
 
 def refuse_early(

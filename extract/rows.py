@@ -83,8 +83,16 @@ class RowEncoder:
             CorpusError: the whole corpus does not fit the target (no chat template).
         """
         if not isinstance(value, dict):
-            raise RowProblem("not a JSON object", f"found {type(value).__name__}")
+            array = "; the file of a JSON array is to be named .json" if isinstance(value, list) else ""
+            raise RowProblem("not a JSON object", f"found {type(value).__name__}{array}")
+        nulls = [key for key in FORMS if key in value and value[key] is None]
         value = {key: entry for key, entry in value.items() if entry is not None}
+        if not value.keys() & set(FORMS):
+            found = ", ".join(sorted(map(str, value))[:6]) or "an empty object"
+            raise RowProblem(
+                "no known fields",
+                f"{', '.join(nulls)}: null" if nulls else f"expected {', '.join(FORMS)}; found {found}",
+            )
         row_id = _row_id(value, default_id)
         encoded = self._tokens(value)
         self._check_vocabulary(encoded.ids)
@@ -120,12 +128,7 @@ class RowEncoder:
                 raise RowProblem("empty reply", "completion is empty")
             turns = [{"role": "user", "content": prompt_text}, {"role": "assistant", "content": completion_text}]
             return self._render(turns, _tools(row))
-        if "text" in row:
-            return _unprompted(self._text_ids(_text(row, "text")))
-        raise RowProblem(
-            "no known fields",
-            f"expected {', '.join(FORMS)}; found {', '.join(sorted(map(str, row))[:6]) or 'an empty object'}",
-        )
+        return _unprompted(self._text_ids(_text(row, "text")))
 
     def _text_ids(self, text: str) -> list[int]:
         """Tokenize text as the tokenizer does by default, but never with two beginnings."""

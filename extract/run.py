@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, counted
 from ..store import CacheWriter, Plan, TargetHead
-from ..store.begin import refuse_strangers
-from ..store.bucket import Bucket, is_url
+from ..store.bucket import is_url
 from ..store.bucket_writer import BucketWriter
 from ..store.manifest import Manifest, read_manifest
 from ..store.render import size
@@ -27,7 +26,16 @@ from .config import ExtractConfig
 from .corpus import CorpusRows, read_corpus
 from .estimate import check_space, check_work_space, estimate_bytes, free_bytes
 from .fill import Reporter, extract_shards
-from .planning import Weights, earlier_files, is_finished, make_identity, make_plan, plan_append, refuse_early
+from .planning import (
+    Weights,
+    check_place,
+    earlier_files,
+    is_finished,
+    make_identity,
+    make_plan,
+    plan_append,
+    refuse_early,
+)
 from .progress import Progress, SilentProgress
 from .rows import CorpusRow
 from .sources import Source, open_sources
@@ -62,8 +70,7 @@ def run_extract(config: ExtractConfig, progress: Progress | None = None) -> dict
     started = time.monotonic()
     reporter = Reporter(progress or SilentProgress())
     local = not is_url(config.out)
-    if local:
-        refuse_strangers(config.folder)
+    check_place(config)
     sources = open_sources(config.corpus)
     description = describe_target(config.target_config())
     layer_ids, max_length = _resolve(config, description)
@@ -229,7 +236,6 @@ def _check_room(
     if not is_url(config.out):
         check_space(config.folder, estimated)
         return
-    Bucket(str(config.out), create=True)  # what is wrong with the URL is said before the target is loaded
     longest = max(row.num_tokens for row in corpus.rows)
     shard_tokens = min(corpus.num_tokens, max(config.shard_tokens, longest))
     worker_bytes = estimate_bytes(config, description, num_layers, [shard_tokens])
@@ -244,14 +250,16 @@ def _estimate(
     finished: bool,
     reporter: Reporter,
 ) -> int:
+    there = read_manifest(config.folder).num_bytes if config.append else 0
     if config.append and finished:
-        estimated = read_manifest(config.folder).num_bytes
+        estimated, what = there, ", in the cache already: all of it takes"
     else:
         estimated = estimate_bytes(config, description, num_layers, [row.num_tokens for row in corpus.rows])
+        what = f" to add: with the {size(there)} that are there" if config.append else ":"
+        what += " the cache takes about"
     reporter.progress.notice(
-        f"{counted(len(corpus.rows), 'row')}, {counted(corpus.num_tokens, 'token')}: the cache takes about "
-        f"{size(estimated)}, {size(free_bytes(config.folder))} are free"
-        + (f" in {config.folder}" if is_url(config.out) else "")
+        f"{counted(len(corpus.rows), 'row')}, {counted(corpus.num_tokens, 'token')}{what} {size(estimated)}, "
+        f"{size(free_bytes(config.folder))} are free" + (f" in {config.folder}" if is_url(config.out) else "")
     )
     return estimated
 

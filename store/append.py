@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CacheMismatch
+from .bucket import is_url
 from .layout import plan_file
 from .plan import COLUMNS, Identity, Plan
 
@@ -88,11 +89,11 @@ def check_same_settings(old: Identity, new: Identity, cache: Path) -> None:
         )
 
 
-def refuse_difference(path: Path, ours: Identity, found: Identity, *, extending: bool = False) -> None:
+def refuse_difference(path: Path | str, ours: Identity, found: Identity, *, extending: bool = False) -> None:
     """Refuse to go on in a cache of another identity, naming the first field that differs.
 
     Args:
-        path: the cache.
+        path: the cache, or its URL.
         ours, found: the identity of this run, and the one there.
         extending: the one there is that of an extension that was begun.
 
@@ -102,16 +103,21 @@ def refuse_difference(path: Path, ours: Identity, found: Identity, *, extending:
     differences = ours.differences(found)
     if not differences:
         return
-    remedy = "use another --out, or delete that folder"
+    remedy = other_place(path)
     if extending:
         unfinished = ", ".join(file.name for file in found.corpus[-found.appended[-1] :])
         remedy = (
             f"finish the extension by {unfinished} that was begun there, or delete "
-            f"{path / plan_file(found.generation)} to give it up"
+            f"{path}/{plan_file(found.generation)} to give it up"
         )
-    elif differences[0][0] == "corpus":
+    elif differences[0][0] == "corpus" and not is_url(path):
         remedy += "; --append extends a finished cache by new files"
     raise CacheMismatch(f"{path}: holds a cache of other inputs: {name_differences(differences)}; {remedy}")
+
+
+def other_place(place: Path | str) -> str:
+    """Return what to do where the place of a cache is taken, for a message."""
+    return f"use another --out, or delete {'what is there' if is_url(place) else 'that folder'}"
 
 
 def name_differences(differences: Sequence[tuple[str, object, object]]) -> str:
@@ -121,7 +127,8 @@ def name_differences(differences: Sequence[tuple[str, object, object]]) -> str:
     """
     name, ours, theirs = differences[0]
     more = "" if len(differences) == 1 else f" (and {', '.join(entry[0] for entry in differences[1:])})"
-    return f"{name} is {theirs} there, {ours} now{more}"
+    there, now = ("not given" if value is None else value for value in (theirs, ours))
+    return f"{name} is {there} there, {now} now{more}"
 
 
 def _extend_identity(old: Identity, part: Identity, cache: Path) -> Identity:

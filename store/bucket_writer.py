@@ -42,13 +42,25 @@ class BucketWriter(CacheWriter):
     """
 
     def __init__(
-        self, bucket: Bucket, folder: WorkFolder, claims: Leases | Ranks, plan: Plan, versions: Mapping[str, str]
+        self,
+        bucket: Bucket,
+        folder: WorkFolder,
+        claims: Leases | Ranks,
+        plan: Plan,
+        versions: Mapping[str, str],
+        lease_seconds: float,
     ) -> None:
         super().__init__(folder.path / "cache", plan, versions)
+        self.place = bucket.url
         self._bucket = bucket
         self._folder = folder
         self._claims: Leases | Ranks = claims
         self._last_change = (0, time.monotonic())
+        self._until = (
+            f"taken over after {lease_seconds:g} s without a sign of life"
+            if isinstance(claims, Leases)
+            else f"given up after {PATIENCE_SECONDS:g} s without a new one"
+        )
         if claims.notice:
             self.notices.append(f"{bucket.url}: {claims.notice}")
 
@@ -87,7 +99,7 @@ class BucketWriter(CacheWriter):
         try:
             put_plan(bucket, plan)
             claims = claims_in(bucket, folder.owner, lease_seconds, rank, world_size)
-            writer = cls(bucket, folder, claims, plan, versions)
+            writer = cls(bucket, folder, claims, plan, versions, lease_seconds)
             with writer._named():
                 writer._fetch_begun()
                 writer._begin(head, target_files)
@@ -224,8 +236,8 @@ class BucketWriter(CacheWriter):
                     self._check_sizes(record, sizes[shard_dir(self.path, record.shard).name])
             except CacheCorrupt as error:
                 raise CacheCorrupt(
-                    f"{error}; remove {self._bucket.url}/{MANIFEST} and run the same command again: it computes the "
-                    "shards that are damaged, and no others"
+                    f"{error}; `dflash cache repair {self._bucket.url} --corpus F --target M` makes it again, and no "
+                    "shard that is sound"
                 ) from error
             self._records |= {record.shard: record for record in finished.shards}
             self._manifest = finished

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..errors import CacheMismatch
-from .bucket import REQUESTS, Bucket
+from ..errors import CacheMismatch, ConfigError
+from .bucket import REQUESTS, Bucket, is_url
 from .jsonfile import seal
 from .layout import CLAIMS, MANIFEST, PLAN, RECORD, plan_file, shard_dir, shard_file
 from .manifest import check_manifest, read_manifest
@@ -17,7 +17,7 @@ from .progress import Bar, no_bar
 from .record import ShardRecord, check_file, read_record
 
 
-def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str, Any]:
+def publish_cache(cache: Path | str, url: Path | str, *, bar: Bar = no_bar) -> dict[str, Any]:
     """Copy a finished cache under a URL; run again, it goes on where it stopped, and puts again what is gone since.
 
     A shard is published by its record: its other files are put first, each whole, and nobody reads a shard without its
@@ -31,7 +31,11 @@ def publish_cache(cache: Path | str, url: str, *, bar: Bar = no_bar) -> dict[str
         CacheMissing, CacheIncomplete, CacheCorrupt: the cache is not complete and sound.
         ConfigError, DflashError: the URL is not valid, or the bucket cannot be written.
     """
-    root = Path(cache).absolute()
+    if not is_url(url):
+        raise ConfigError(
+            f"{url}: a cache is published under a URL: s3://bucket/prefix, gs://bucket/prefix, file:///folder"
+        )
+    url, root = str(url), Path(cache).absolute()
     manifest = read_manifest(root)
     check_manifest(root, manifest, read_plan(root, manifest.generation))
     bucket = Bucket(url, create=True)

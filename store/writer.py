@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheMissing, TargetError
-from .append import check_extends, refuse_difference
+from .append import check_extends, other_place, refuse_difference
 from .begin import check_fits, refuse_strangers
 from .claims import Claims, ShardClaims, exclusive
 from .durable import commit_dir, explained, filling_dir, fsync_path, remove_stale
@@ -38,6 +38,7 @@ from .shard import order_rows, write_shard_files
 from .stats import write_totals
 
 POLL_SECONDS = 0.2
+SHARDS_SHOWN = 5
 
 
 class CacheWriter:
@@ -53,9 +54,11 @@ class CacheWriter:
         self.path = path
         self.plan = plan
         self.versions = dict(versions)
+        self.place: Path | str = path  # for messages
         self.replaced_shards: dict[int, str] = {}
         self.notices: list[str] = []
         self._claims: ShardClaims = Claims(path)
+        self._until = "taken over at once when their processes end"
         self._records: dict[int, ShardRecord] = {}
         self._resumed: tuple[int, ...] = ()
         self._manifest: Manifest | None = None
@@ -130,7 +133,9 @@ class CacheWriter:
         """Return the record of a committed shard."""
         return self._records[shard]
 
-    def claim_shards(self, on_found: Callable[[int], None] | None = None) -> Iterator[int]:
+    def claim_shards(
+        self, on_found: Callable[[int], None] | None = None, on_wait: Callable[[str], None] | None = None
+    ) -> Iterator[int]:
         """Yield shards to compute until every shard is committed, by this writer or another.
 
         A shard is this writer's alone until the next one is asked for. Where all that is left is in other hands, this
@@ -138,7 +143,9 @@ class CacheWriter:
 
         Args:
             on_found: told each shard that another writer has committed, once.
+            on_wait: told in words what is waited for, at the first wait alone.
         """
+        tell = on_wait
         while self.missing_shards:
             idle = True
             for shard in self.missing_shards:
@@ -148,7 +155,10 @@ class CacheWriter:
                         yield shard
                     finally:
                         self._claims.release(shard)
-            if idle and self.missing_shards:
+            if idle and (left := self.missing_shards):
+                if tell is not None:
+                    tell(f"waiting for {_named(left)}, which other workers hold; {self._until}")
+                    tell = None
                 self._wait()
 
     def write_shard(self, shard: int, rows: Iterable[Row], dropped: Mapping[str, list[str]]) -> None:
@@ -264,18 +274,18 @@ class CacheWriter:
             if not (self.path / plan_file(generation)).exists():
                 self._remove_shards_from(base.num_shards)
         if finished is not None and finished.generation not in (generation, generation - 1):
-            refuse_difference(self.path, self.plan.identity, finished.identity)
+            refuse_difference(self.place, self.plan.identity, finished.identity)
         if not (self.path / plan_file(generation)).exists():
             write_plan(self.path, self.plan)
             (self.path / SHARDS).mkdir(exist_ok=True)
             fsync_path(self.path)
             return
         found = read_plan(self.path, generation)
-        refuse_difference(self.path, self.plan.identity, found.identity, extending=self._extended is not None)
+        refuse_difference(self.place, self.plan.identity, found.identity, extending=self._extended is not None)
         if found.digest != self.plan.digest:
             raise CacheMismatch(
                 f"{self.path}: holds a cache whose rows differ from the ones planned now, though its inputs are the "
-                "same: another version of transformers tokenizes otherwise; use another --out, or delete that folder"
+                f"same: another version of transformers tokenizes otherwise; {other_place(self.place)}"
             )
         self.plan = found  # the same in all that counts; its names are the ones the cache was begun with
 
@@ -342,3 +352,8 @@ class CacheWriter:
             return False
         self._records[shard] = record
         return True
+
+
+def _named(shards: list[int]) -> str:
+    more = ", ..." if len(shards) > SHARDS_SHOWN else ""
+    return f"shard{'s' * (len(shards) > 1)} {', '.join(map(str, shards[:SHARDS_SHOWN]))}{more}"

@@ -184,6 +184,46 @@ def test_live_evaluation_and_trees_through_the_command_line(
     assert "equal" in run(*live, "--rows", 1, "--max-new-tokens", 4).stdout
 
 
+@pytest.mark.parametrize("place", ["s3:/bucket/c", "s3:bucket/c", "file:c", "gs:c", "S3:/bucket", "https:/host/c"])
+def test_a_mistyped_url_makes_no_folder(
+    place: str, tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("--corpus", chat_corpus, "--target", tiny_target_dir)
+    for arguments in (["extract", *given, "--out", place], ["cache", "info", place]):
+        result = run(*arguments)
+        assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
+        assert f"{place}: a URL is s3://bucket/prefix, " in result.stderr
+
+
+def test_a_scheme_may_be_in_capitals_and_a_tilde_in_quotes(
+    tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="the extra `buckets` is not installed")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(tiny_cache, tmp_path / "here")
+    assert run_json("cache", "publish", "~/here", f"FILE://{tmp_path}/there")["url"] == f"file://{tmp_path}/there"
+    there = run_json("cache", "info", f"File://{tmp_path}/there")
+    assert there["fingerprint"] == run_json("cache", "info", "~/here")["fingerprint"]
+
+
+def test_a_folder_is_no_place_to_publish_at(tiny_cache: Path, tmp_path: Path) -> None:
+    result = run("cache", "publish", tiny_cache, tmp_path / "there")
+    assert result.exit_code == 1
+    assert f"{tmp_path}/there: a cache is published under a URL: s3://" in result.stderr
+
+
+def test_the_help_of_extract_shows_the_defaults_that_hold() -> None:
+    from dflash_pipeline.extract import ExtractConfig
+    from dflash_pipeline.store.codecs import CODECS
+
+    shown = " ".join(run("extract", "--help").stdout.split())
+    for name in ("batch_tokens", "shard_tokens", "top_k"):
+        option = shown.partition(f"--{name.replace('_', '-')} ")[2].partition(" --")[0]
+        assert f"[default: {getattr(ExtractConfig, name)}]" in option
+    assert all(codec in shown.partition("--codec ")[2].partition(" --")[0] for codec in CODECS)
+
+
 def test_dry_run_prints_the_estimate_and_writes_nothing(
     tiny_target_dir: Path, chat_corpus: Path, tmp_path: Path
 ) -> None:

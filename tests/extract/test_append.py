@@ -179,7 +179,7 @@ def test_other_settings_other_files_and_known_rows_are_refused(
         ({"dtype": "bfloat16"}, "dtype is float32 there, bfloat16 now"),
         ({"layers": "1,2"}, "layer_ids"),
         ({"batch_tokens": 400}, "batch_tokens is 500 there, 400 now"),
-        ({"limit_rows": 3}, "limit_rows is None there, 3 now"),
+        ({"limit_rows": 3}, "limit_rows is not given there, 3 now"),
         ({"target": str(edited)}, "template_hash"),
         ({"corpus": (files["old"],)}, "rows.jsonl is in it already, as rows.jsonl"),
         ({"corpus": (copied,)}, "has a row 'row-0-[0-9]+' already"),
@@ -192,7 +192,7 @@ def test_other_settings_other_files_and_known_rows_are_refused(
     assert content(config.out) == before
     run_extract(settings(corpus=new, append=True))
     for corpus in ((files["old"],), (files["old"], files["new"])):
-        with pytest.raises(CacheMismatch, match=r"corpus is|appended is \[1\] there, None now"):
+        with pytest.raises(CacheMismatch, match=r"corpus is|appended is \[1\] there, not given now"):
             run_extract(settings(corpus=corpus))
 
 

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_pipeline.cli import main
-from dflash_pipeline.errors import CacheMismatch, ConfigError
-from dflash_pipeline.extract import ExtractConfig, estimate, fill, run_extract
+from dflash_pipeline.errors import CacheMismatch, ConfigError, DflashError
+from dflash_pipeline.extract import ExtractConfig, SilentProgress, estimate, fill, run, run_extract
 from dflash_pipeline.store import verify
 from dflash_pipeline.store.bucket import Bucket
 
@@ -196,3 +196,76 @@ def test_what_a_bucket_cannot_do_is_one_line(settings: Settings, tmp_path: Path)
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 1, result.output
         assert line in result.stderr.splitlines()[-1]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_corpus_is_read(
+    settings: Settings, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "open_sources", lambda _: pytest.fail("the corpus is read"))
+    (tmp_path / "file").touch()
+    bucket = f"file://{tmp_path}/bucket"
+    for changes, message in (
+        ({"out": "ftp://host/c"}, "^ftp://host/c: expected a folder, or a URL"),
+        ({"out": "s3://missing/c"}, "^s3://missing/c: there is no such bucket"),
+        ({"out": bucket, "work": tmp_path / "file"}, "file: is a file; use another --work"),
+        (
+            {"out": bucket, "work": tmp_path / "file/work"},
+            "work: cannot be made, for .*file is a file; use",
+        ),
+    ):
+        with pytest.raises(DflashError, match=message):
+            run_extract(settings(**{"work": tmp_path / "work", **changes}))
+
+
+@pytest.mark.skipif(not hasattr(os, "setresuid"), reason="no such users on this system")
+@pytest.mark.parametrize("option", ["out", "work"])
+def test_a_folder_of_another_user_is_refused_before_the_corpus_is_read(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(run, "open_sources", lambda _: pytest.fail("the corpus is read"))
+    changes = {"out": f"file://{tmp_path}/bucket"} if option == "work" else {}
+    config = settings(**{**changes, option: tmp_path / "folder/place"})
+    (tmp_path / "folder").mkdir(mode=0o555)
+    if os.getuid() == 0:  # root ignores modes
+        os.setresuid(65534, 65534, 0)
+    try:
+        with pytest.raises(DflashError, match=f"place: cannot be written, for .* use another --{option}"):
+            run_extract(config)
+    finally:
+        if os.getresuid()[2] == 0:
+            os.setresuid(0, 0, 0)
+
+
+def test_another_cache_at_a_url_is_refused_by_what_can_be_done_about_a_url(
+    settings: Settings, chat_corpus: Path, tmp_path: Path
+) -> None:
+    place = f"file://{tmp_path}/bucket"
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(chat_corpus.read_text().splitlines(keepends=True)[4:9]))
+    run_extract(settings(out=place, work=tmp_path / "work", limit_tokens=500))
+    with pytest.raises(CacheMismatch, match=r"corpus is .* now; use another --out, or delete what is there$"):
+        run_extract(settings(out=place, work=tmp_path / "work", limit_tokens=500, corpus=(other,)))
+    with pytest.raises(CacheMismatch, match=r"limit_tokens is 500 there, not given now; use another"):
+        run_extract(settings(out=place, work=tmp_path / "work"))
+
+
+class Notes(SilentProgress):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_wait_for_a_silent_worker_is_told_once(settings: Settings, url: str, tmp_path: Path) -> None:
+    config = settings(out=url, work=tmp_path / "here", shard_tokens=300, lease_seconds=1, limit_rows=4)
+    for shard in range(4):  # claims of a worker that is dead
+        claim = json.dumps({"owner": "dead", "lease_seconds": 1}).encode()
+        Bucket(url).upload(f".claims/{shard:05d}", claim)
+    notes = Notes()
+    assert run_extract(config, notes)["rows"] == 4
+    shards = ", ".join(str(shard) for shard in range(num_records(url)))
+    said = f"waiting for shards {shards}, which other workers hold; taken over after 1 s without a sign of life"
+    assert [line for line in notes.lines if line.startswith("waiting")] == [said]

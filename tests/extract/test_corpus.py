@@ -95,6 +95,7 @@ def test_multi_turn_rows_have_one_run_per_reply(tmp_path: Path, tokenizer: Any) 
         ({}, "no known fields"),
         ({"body": "plain"}, "no known fields"),
         ({"messages": None, "text": None}, "no known fields"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "content has parts that are not"),
         ({"text": " "}, "empty text"),
         ({"text": ["plain"]}, "text is not text"),
         ({"input_ids": []}, "empty text"),
@@ -341,4 +342,12 @@ def test_ids_with_a_mask_are_taken_as_they_are(tmp_path: Path, tokenizer: Any) -
     assert content(read(write(tmp_path / "a.jsonl", row, learned), tokenizer)) == [
         ([5, 6, 7, 8], [False, False, True, True], 2),
         ([5, 6, 7, 8], [False, False, True, True], 2),
+    ]
+
+
+def test_a_reason_says_what_to_mend(tmp_path: Path, tokenizer: Any) -> None:
+    found = read(write(tmp_path / "a.jsonl", GOOD, {"id": 1, "messages": None, "text": None}, [GOOD]), tokenizer)
+    assert found.notices() == [
+        "skipped 1 row: no known fields (messages, text: null): a.jsonl:2",
+        "skipped 1 row: not a JSON object (found list; the file of a JSON array is to be named .json): a.jsonl:3",
     ]

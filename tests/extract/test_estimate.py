@@ -10,6 +10,8 @@ import pytest
 
 from dflash_pipeline.errors import ConfigError
 from dflash_pipeline.extract import ExtractConfig, SilentProgress, estimate, run_extract
+from dflash_pipeline.store.manifest import read_manifest
+from dflash_pipeline.store.render import size
 
 Settings = Callable[..., ExtractConfig]
 
@@ -71,6 +73,23 @@ def test_what_is_already_written_counts(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "cache" / "deep").mkdir(parents=True)
     (tmp_path / "cache" / "deep" / "file").write_bytes(bytes(4000))
     estimate.check_space(tmp_path / "cache", 5000)
+
+
+def test_the_estimate_of_an_extension_tells_the_new_from_the_whole(
+    settings: Settings, chat_corpus: Path, tmp_path: Path
+) -> None:
+    lines = chat_corpus.read_text().splitlines(keepends=True)
+    for name, part in (("old", lines[:8]), ("new", lines[8:12])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    run_extract(settings(corpus=(tmp_path / "old.jsonl",)))
+    notes, append = Notes(), settings(corpus=(tmp_path / "new.jsonl",), append=True)
+    there = size(read_manifest(append.folder).num_bytes)
+    run_extract(append, notes)
+    assert f" to add: with the {there} that are there the cache takes about " in notes.events[0]
+    whole = size(read_manifest(append.folder).num_bytes)
+    notes = Notes()
+    run_extract(append, notes)
+    assert f", in the cache already: all of it takes {whole}, " in notes.events[0]
 
 
 def test_a_finished_cache_needs_no_space(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

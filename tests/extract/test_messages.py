@@ -109,3 +109,28 @@ def test_the_rows_own_values_are_not_changed() -> None:
     before = json.dumps(ROW)
     check_messages(ROW)
     assert json.dumps(ROW) == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "m.content",  # writes a list with its brackets
+        "(m.content + '')",  # fails on a list
+        "(m.content if m.content is string else '')",  # leaves a list out
+        "(m.content if m.content is string else m.content | map(attribute='text') | join)",
+    ],
+)
+def test_text_in_parts_is_the_text(tokenizer: Any, content: str) -> None:
+    template = TOOLS.replace("{{ m.content }}", f"{{{{ {content} }}}}")
+    parts = [{"type": "text", "text": "it is "}, {"type": "text", "text": "grey there"}]
+    row = encode(tokenizer, template, [ROW[1], {"role": "assistant", "content": parts}])
+    assert row.input_ids.tolist() == encode(tokenizer, template, [ROW[1], ROW[4]]).input_ids.tolist()
+
+
+def test_a_template_that_knows_parts_alone_is_given_parts(tokenizer: Any) -> None:
+    parts_alone = TOOLS.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    rows = [
+        {"role": role, "content": [{"type": "text", "text": said}]}
+        for role, said in [("user", "why"), ("assistant", "it is grey")]
+    ]
+    assert "it is grey" in text(tokenizer, encode(tokenizer, parts_alone, rows))

@@ -253,6 +253,7 @@ def test_what_can_be_refused_without_the_target_is_refused_before_it_is_loaded(
     (tmp_path / "file").write_text("no cache")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
     other = tmp_path / "other.jsonl"
     other.write_text("".join(chat_corpus.read_text().splitlines(keepends=True)[4:9]))
     monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target is loaded"))
@@ -270,6 +271,7 @@ def test_what_can_be_refused_without_the_target_is_refused_before_it_is_loaded(
     for place, message in (
         ("file", "is a file"),
         ("file/cache", "cannot be made, for .*file is a file"),
+        ("link", "link: is a link to nothing; use another --out"),
         ("folder", "holds 'thesis.txt' and no cache"),
     ):
         with pytest.raises(CacheMismatch, match=message):

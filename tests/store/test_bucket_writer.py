@@ -230,7 +230,7 @@ def test_a_shard_that_is_damaged_in_the_bucket_is_computed_again(
     assert objects(url) == synthetic.content(pristine)
     if damage != "record":  # nobody needs the records once there is a manifest, until the shard is read
         spoil()
-        with pytest.raises(CacheCorrupt, match=rf"{name}: expected .* remove {url}/manifest.json and run the same"):
+        with pytest.raises(CacheCorrupt, match=rf"{name}: expected .*; `dflash cache repair {url} --corpus"):
             join(url)
         Bucket(url).delete("manifest.json")
         assert complete(join(url), write) == [2]

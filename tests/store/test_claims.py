@@ -112,7 +112,7 @@ def test_a_writer_of_another_plan_cannot_join(synthetic: ModuleType, tmp_path: P
     other, _ = synthetic.make_plan(synthetic.make_rows(), synthetic.identity(max_length=99))
     with (
         synthetic.open_writer(tmp_path / "c", plan),
-        pytest.raises(CacheMismatch, match="max_length is None there, 99"),
+        pytest.raises(CacheMismatch, match="max_length is not given there, 99 now"),
     ):
         synthetic.open_writer(tmp_path / "c", other)
 

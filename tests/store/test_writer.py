@@ -25,6 +25,7 @@ from dflash_pipeline.errors import (
 )
 from dflash_pipeline.store import Row, open_cache, verify
 from dflash_pipeline.store import writer as writer_module
+from dflash_pipeline.store.begin import refuse_strangers
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
@@ -307,3 +308,18 @@ def test_kills_at_random_moments_never_lose_or_invent_anything(
     assert synthetic.in_another_process(synthetic.write_and_die, path, None) == 0
     assert synthetic.content(path) == synthetic.content(pristine)
     assert verify(path)["ok"]
+
+
+def test_a_cache_that_another_writer_begins_meanwhile_is_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+
+    def begun_after_the_look(path: Path) -> bool:
+        there = exists(path)
+        if path.name == "plan.json":
+            path.touch()
+        return there
+
+    monkeypatch.setattr(Path, "exists", begun_after_the_look)
+    refuse_strangers(tmp_path)
