@@ -7,13 +7,16 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ... An object appears whole or
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import BucketError, CacheCorrupt, CacheMissing, DflashError, message_line
-from .connect import FIRST_SECONDS, PATIENCE_SECONDS, check_url, connect, refusal
+from .connect import check_url, connect, refusal
 from .durable import temporary_name
 from .layout import MAX_JSON_BYTES
 
@@ -21,7 +24,12 @@ STREAM_BYTES = 2**22
 REQUESTS = 8
 """Requests to a bucket at once."""
 
+PATIENCE_SECONDS = 120.0
+"""How long a request is tried again once the bucket has answered one: a server may start again."""
+PAUSE_SECONDS = 1.0
+
 T = TypeVar("T")
+P = ParamSpec("P")
 Token = dict[str, str]  # what a store calls the state of an object: e_tag, version
 
 
@@ -30,8 +38,32 @@ def is_url(place: object) -> bool:
     return isinstance(place, str) and "://" in place
 
 
+class _Silence(BucketError):
+    """The bucket did not answer, or said that it failed: it may answer later."""
+
+
+def _patiently(ask: Callable[Concatenate[Bucket, P], T]) -> Callable[Concatenate[Bucket, P], T]:
+    """Let a method of a bucket that has answered before ask again while it does not. Here Ctrl-C is heard."""
+
+    @wraps(ask)
+    def asking(bucket: Bucket, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return ask(bucket, *args, **kwargs)
+            except _Silence:
+                if not bucket.has_answered or time.monotonic() >= deadline:
+                    raise
+                time.sleep(PAUSE_SECONDS)
+
+    return asking
+
+
 class Bucket:
     """The objects under one URL, by their path below it.
+
+    Attributes:
+        url: where they are. has_answered: whether it has, so that it is worth waiting for.
 
     Args:
         url: where they are.
@@ -45,13 +77,13 @@ class Bucket:
     def __init__(self, url: str, *, create: bool = False) -> None:
         self.url = url.rstrip("/")
         check_url(self.url)
-        self._create = create
-        self._store = connect(self.url, create=create, seconds=FIRST_SECONDS)
-        self._answered = False
+        self._store = connect(self.url, create=create)
+        self.has_answered = False
         import obstore  # noqa: PLC0415 - an extra, there now
 
         self._obstore: Any = obstore
 
+    @_patiently
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, or None where there is none.
 
@@ -61,12 +93,14 @@ class Bucket:
         found = self._if_there(name, lambda: self._obstore.head(self._store, name))
         return None if found is None else int(found["size"])
 
+    @_patiently
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return path and size of every object below a prefix."""
         with self._explained(prefix):
             batches = self._obstore.list(self._store, prefix=prefix)
             return {entry["path"]: int(entry["size"]) for batch in batches for entry in batch}
 
+    @_patiently
     def read(self, name: str, most_bytes: int) -> bytes:
         """Return a small object whole.
 
@@ -78,6 +112,7 @@ class Bucket:
         with self._explained(name):
             return self._get(name, most_bytes)[0]
 
+    @_patiently
     def download(self, name: str, path: Path, num_bytes: int) -> None:
         """Stream an object into a file; the file is there whole or not at all.
 
@@ -107,6 +142,7 @@ class Bucket:
         with self._explained(name):
             return next(blocks, None)
 
+    @_patiently
     def upload(self, name: str, content: Path | bytes) -> None:
         """Put an object, whole or not at all.
 
@@ -118,6 +154,7 @@ class Bucket:
         except (self._obstore.exceptions.BaseError, OSError) as error:
             raise self._refused(name, "written", error) from error
 
+    @_patiently
     def put_if(self, name: str, data: bytes, token: Token | None) -> Token | None:
         """Put a small object where it still is as it was: conditionally, so that of several writers one succeeds.
 
@@ -144,6 +181,7 @@ class Bucket:
                 return None
             raise self._refused(name, "written", error) from error
 
+    @_patiently
     def look(self, name: str) -> tuple[bytes, Token] | None:
         """Return a JSON object and the token of its state, or None where there is none.
 
@@ -153,6 +191,7 @@ class Bucket:
         """
         return self._if_there(name, lambda: self._get(name, MAX_JSON_BYTES))
 
+    @_patiently
     def delete(self, name: str) -> None:
         """Remove an object; nothing where there is none.
 
@@ -179,6 +218,21 @@ class Bucket:
             raise
 
     @contextmanager
+    def pool(self) -> Iterator[ThreadPoolExecutor]:
+        """Give a pool of threads for requests. Where the block fails, those under way are not tried again."""
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.give_up()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def give_up(self) -> None:
+        """Try no request again until the bucket has answered another."""
+        self.has_answered = False
+
+    @contextmanager
     def _explained(self, name: str, remedy: str = "") -> Iterator[None]:
         """Turn a store's errors into ours; `remedy` is for an object that is not there."""
         try:
@@ -191,16 +245,15 @@ class Bucket:
             raise CacheMissing(f"{self.url}/{name}: there is no such object{remedy}") from error
         except (self._obstore.exceptions.BaseError, OSError) as error:
             raise self._refused(name, "read", error) from error
-        if not self._answered:
-            self._answered = True
-            self._store = connect(self.url, create=self._create, seconds=PATIENCE_SECONDS)
+        self.has_answered = True
 
     def _refused(self, name: str, done: str, error: BaseException) -> BucketError:
         known = refusal(self.url, error)
         if known:
             return BucketError(f"{self.url}: {known}")
+        kind = _Silence if isinstance(error, self._obstore.exceptions.GenericError) else BucketError
         again = "run the same command again when it can be reached"
-        return BucketError(f"{self.url}/{name}: cannot be {done}: {message_line(error)}; {again}")
+        return kind(f"{self.url}/{name}: cannot be {done}: {message_line(error)}; {again}")
 
 
 def _token(meta: Any) -> Token:

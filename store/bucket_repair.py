@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 from ..errors import CacheMismatch, DflashError
-from .bucket import REQUESTS, Bucket
+from .bucket import Bucket
 from .durable import explained_temporary
 from .integrity import manifest_of
 from .layout import MANIFEST, STATS, shard_dir, shard_file
@@ -91,7 +90,7 @@ def _fetch(bucket: Bucket, root: Path, manifest: Manifest, bad_shards: Sequence[
         bucket.download(name, root.joinpath(*name.split("/")), files[name].num_bytes)
         check_file(root, name, files[name])
 
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with bucket.pool() as pool:
         list(pool.map(fetch, files))
     write_manifest(root, manifest)
 

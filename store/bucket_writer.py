@@ -11,14 +11,13 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from ..errors import CacheCorrupt, CacheMismatch, CacheMissing, DflashError, TargetError
 from .begin import check_fits
-from .bucket import REQUESTS, Bucket
+from .bucket import Bucket
 from .durable import explained, remove_stale, write_atomic
 from .head import TargetHead
 from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, STATS, shard_dir, shard_file
@@ -243,7 +242,7 @@ class BucketWriter(CacheWriter):
             self._manifest = finished
             return
         there = [shard for shard in self.missing_shards if shard_dir(self.path, shard).name in sizes]
-        with ThreadPoolExecutor(REQUESTS) as pool:
+        with self._bucket.pool() as pool:
             list(pool.map(lambda shard: self._take_there(shard, sizes[shard_dir(self.path, shard).name]), there))
 
     def _wait(self) -> None:
@@ -288,7 +287,7 @@ class BucketWriter(CacheWriter):
         """Write the end of the cache from what the bucket holds now, and put it, the manifest last."""
         self._records = {}
         self._take_stock()
-        with ThreadPoolExecutor(REQUESTS) as pool:
+        with self._bucket.pool() as pool:
             list(pool.map(self._fetch_stats, self._records.values()))
         manifest = self._write_manifest()
         try:

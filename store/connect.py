@@ -13,10 +13,8 @@ from ..errors import CacheMissing, ConfigError, message_line
 
 SCHEMES = ("s3", "gs", "file")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-FIRST_SECONDS = 5.0
-"""How long the first request is tried: a wrong endpoint is said soon."""
-PATIENCE_SECONDS = 120.0
-"""How long a request is tried once the bucket has answered: a server may start again, a token be renewed."""
+TRY_SECONDS = 5.0
+"""How long obstore tries a request, deaf to Ctrl-C meanwhile."""
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles in ~/.aws are not read: "
     "`aws configure export-credentials --format env` prints a profile's)",
@@ -42,7 +40,7 @@ def check_url(url: str) -> None:
             raise ConfigError(f"{name} is {value!r}: expected a URL, such as http://{value}")
 
 
-def connect(url: str, *, create: bool, seconds: float) -> Any:
+def connect(url: str, *, create: bool) -> Any:
     """Return obstore's store of a URL that `check_url` has passed.
 
     An endpoint of the environment that begins with http:// is taken at its word, without AWS_ALLOW_HTTP.
@@ -50,7 +48,6 @@ def connect(url: str, *, create: bool, seconds: float) -> Any:
     Args:
         url: s3://, gs:// or file://.
         create: make the folder of a file:// URL.
-        seconds: how long a request is tried.
 
     Raises:
         ConfigError: the extra is not installed, or a variable of the provider is not valid.
@@ -70,7 +67,7 @@ def connect(url: str, *, create: bool, seconds: float) -> Any:
         options = {
             "retry_config": {
                 "max_retries": 1000,
-                "retry_timeout": timedelta(seconds=seconds),
+                "retry_timeout": timedelta(seconds=TRY_SECONDS),
                 "backoff": {
                     "init_backoff": timedelta(seconds=0.1),
                     "max_backoff": timedelta(seconds=5),

@@ -59,7 +59,7 @@ def verify(path: Path | str, *, num_workers: int | None = None, bar: Bar = no_ba
     bad_files, problems = [], []
     with (
         bar("verify", sum(check.num_bytes for check in checks)) as advance,
-        _pool(num_workers or min(os.cpu_count() or 1, MAX_WORKERS)) as pool,
+        _pool(num_workers or min(os.cpu_count() or 1, MAX_WORKERS), source) as pool,
     ):
         for check, problem in zip(checks, pool.map(_problem, checks), strict=True):
             advance(check.num_bytes)
@@ -160,11 +160,12 @@ def _problem(check: _Check) -> str | None:
 
 
 @contextmanager
-def _pool(num_workers: int) -> Iterator[ThreadPoolExecutor]:
+def _pool(num_workers: int, source: Folder | Mirror) -> Iterator[ThreadPoolExecutor]:
     """Give a pool that drops what it has not begun when the block fails."""
     with ThreadPoolExecutor(num_workers) as pool:
         try:
             yield pool
         except BaseException:
+            source.give_up()
             pool.shutdown(wait=False, cancel_futures=True)
             raise

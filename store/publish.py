@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ..errors import CacheMismatch, ConfigError
-from .bucket import REQUESTS, Bucket, is_url
+from .bucket import Bucket, is_url
 from .jsonfile import seal
 from .layout import CLAIMS, MANIFEST, PLAN, RECORD, plan_file, shard_dir, shard_file
 from .manifest import check_manifest, read_manifest
@@ -100,7 +99,7 @@ def put_shard(bucket: Bucket, directory: Path, record: ShardRecord, confirm: Cal
     def put(name: str) -> None:
         bucket.upload(shard_file(record.shard, name), check_file(directory, name, record.files[name]))
 
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with bucket.pool() as pool:
         list(pool.map(put, record.files))
     if confirm is not None:
         confirm()

@@ -8,12 +8,11 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CacheIncomplete, CacheMissing, DflashError
-from .bucket import REQUESTS, Bucket, is_url
+from .bucket import Bucket, is_url
 from .durable import explained_temporary, temporary_name
 from .layout import MANIFEST, MAX_JSON_BYTES, PLAN, RECORD, SHARDS, safe_join, shard_dir
 
@@ -41,6 +40,9 @@ class Folder:
         """Do nothing."""
 
     def fetch_json(self, _name: str) -> None:
+        """Do nothing."""
+
+    def give_up(self) -> None:
         """Do nothing."""
 
     @contextmanager
@@ -117,10 +119,7 @@ class Mirror:
         if not lacking:
             return
         self._make_room({name: files[name] for name in lacking})
-        with (
-            explained_temporary(f"up to {self.max_bytes / 1e9:.2f} GB of {self.place}"),
-            ThreadPoolExecutor(REQUESTS) as pool,
-        ):
+        with explained_temporary(self._kept()), self.bucket.pool() as pool:
             list(pool.map(lambda name: self.bucket.download(name, paths[name], files[name]), lacking))
 
     @contextmanager
@@ -138,6 +137,10 @@ class Mirror:
             if shard is not None:
                 with self._lock:
                     self._held[shard] -= 1
+
+    def give_up(self) -> None:
+        """Fetch nothing more for whoever still waits."""
+        self.bucket.give_up()
 
     def _kept(self) -> str:
         return f"up to {self.max_bytes / 1e9:.2f} GB of {self.place}"
