@@ -52,7 +52,7 @@ def _patiently(ask: Callable[Concatenate[Bucket, P], T]) -> Callable[Concatenate
             try:
                 return ask(bucket, *args, **kwargs)
             except _Silence:
-                if not bucket.has_answered or time.monotonic() >= deadline:
+                if not bucket.is_waited_for or time.monotonic() >= deadline:
                     raise
                 time.sleep(PAUSE_SECONDS)
 
@@ -63,7 +63,7 @@ class Bucket:
     """The objects under one URL, by their path below it.
 
     Attributes:
-        url: where they are. has_answered: whether it has, so that it is worth waiting for.
+        url: where they are. is_waited_for: whether it has answered, so that a silence may pass.
 
     Args:
         url: where they are.
@@ -78,7 +78,8 @@ class Bucket:
         self.url = url.rstrip("/")
         check_url(self.url)
         self._store = connect(self.url, create=create)
-        self.has_answered = False
+        self.is_waited_for = False
+        self._given_up = False
         import obstore  # noqa: PLC0415 - an extra, there now
 
         self._obstore: Any = obstore
@@ -219,18 +220,19 @@ class Bucket:
 
     @contextmanager
     def pool(self) -> Iterator[ThreadPoolExecutor]:
-        """Give a pool of threads for requests. Where the block fails, those under way are not tried again."""
+        """Give a pool of threads for requests. Where the block is interrupted, those under way are not tried again."""
         with ThreadPoolExecutor(REQUESTS) as pool:
             try:
                 yield pool
-            except BaseException:
-                self.give_up()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self.give_up()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def give_up(self) -> None:
-        """Try no request again until the bucket has answered another."""
-        self.has_answered = False
+        """Try no request again from now on."""
+        self._given_up, self.is_waited_for = True, False
 
     @contextmanager
     def _explained(self, name: str, remedy: str = "") -> Iterator[None]:
@@ -245,7 +247,7 @@ class Bucket:
             raise CacheMissing(f"{self.url}/{name}: there is no such object{remedy}") from error
         except (self._obstore.exceptions.BaseError, OSError) as error:
             raise self._refused(name, "read", error) from error
-        self.has_answered = True
+        self.is_waited_for = not self._given_up
 
     def _refused(self, name: str, done: str, error: BaseException) -> BucketError:
         known = refusal(self.url, error)

@@ -135,12 +135,15 @@ def test_a_bucket_that_has_answered_is_waited_for(url: str, gate: Gate) -> None:
 def test_ctrl_c_is_heard_while_a_bucket_is_waited_for(url: str, gate: Gate) -> None:
     code = "import sys; from dflash_pipeline.store import verify; verify(sys.argv[1], num_workers=2)"
     gate.open_for, gate.status = 10, 503
-    waiting = subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True)
-    while not gate.refused:
-        time.sleep(0.1)
-    time.sleep(1)
-    waiting.send_signal(signal.SIGINT)
-    _, err = waiting.communicate(timeout=60)  # and not two minutes
+    with subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True) as waiting:
+        try:
+            while not gate.refused:
+                time.sleep(0.1)
+            time.sleep(1)
+            waiting.send_signal(signal.SIGINT)
+            _, err = waiting.communicate(timeout=90)  # and not two minutes
+        finally:
+            waiting.kill()
     assert "KeyboardInterrupt" in err
 
 
