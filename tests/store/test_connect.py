@@ -133,7 +133,12 @@ def test_a_bucket_that_has_answered_is_waited_for(url: str, gate: Gate) -> None:
 
 
 def test_ctrl_c_is_heard_while_a_bucket_is_waited_for(url: str, gate: Gate) -> None:
-    code = "import sys; from dflash_pipeline.store import verify; verify(sys.argv[1], num_workers=2)"
+    code = """
+import signal, sys
+from dflash_pipeline.store import verify
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+verify(sys.argv[1], num_workers=2)
+"""
     gate.open_for, gate.status = 10, 503
     with subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True) as waiting:
         try:
