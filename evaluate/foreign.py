@@ -70,6 +70,13 @@ def load_foreign(path: Path, config: Path | None = None, weights: str | None = N
         raise CheckpointError(
             f"{path}: {found.place} has no {missing[0]} ({len(missing)} of {len(shapes)} are missing)"
         )
+    there = [name.removeprefix(found.prefix) for name in found.tensors if name.startswith(found.prefix)]
+    unknown = [name for name in there if name not in shapes and name.split(".")[0] in PARTS]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {found.place} has a {unknown[0]} that the configuration does not ask for ({len(unknown)} such): "
+            "give the configuration that it was trained with"
+        )
     kinds = set()
     tensors = {}
     for name, shape in shapes.items():
@@ -88,13 +95,6 @@ def load_foreign(path: Path, config: Path | None = None, weights: str | None = N
         model = DFlashDrafter(parsed)
     model.load_state_dict(tensors, strict=True, assign=True)
     dtype = "bfloat16" if kinds == {torch.bfloat16} else "float32"
-    left = [name.removeprefix(found.prefix) for name in found.tensors if name.startswith(found.prefix)]
-    unknown = [name for name in left if name not in shapes and name.split(".")[0] in PARTS]
-    if unknown:
-        raise CheckpointError(
-            f"{path}: {found.place} has a {unknown[0]} that the configuration does not ask for ({len(unknown)} such): "
-            "give the configuration that it was trained with"
-        )
     num_ignored = len(found.tensors) - len(shapes)
     return ForeignDrafter(LoadedDrafter(model.eval(), parsed, {}), dtype, found.place, num_ignored)
 

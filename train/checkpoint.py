@@ -1,8 +1,8 @@
 """Checkpoints of a run: the drafter in z-lab's layout, the optimiser's moments, and the step, in one folder.
 
 A checkpoint is written beside, flushed and renamed, so that it is there whole or not at all; state.json has the digests
-of its files, which are checked when a run goes on. Everything else that a
-step depends on (packs, anchors, noise, learning rate) is a function of the step and the run's configuration.
+of its files, which are checked when a run goes on. Everything else that a step depends on (packs, anchors, noise,
+learning rate) is a function of the step and the run's configuration.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from ..errors import CheckpointError
 from ..store.durable import commit_dir
 from ..store.record import file_fields, record_files
 from .optimizer import MOMENTS
+from .run_folder import CHECKPOINTS
 
 _OPTIMIZER, _STATE = "optimizer.safetensors", "state.json"
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` steps."""
-    return run / "checkpoints" / f"step-{step:07d}"
+    return run / CHECKPOINTS / f"step-{step:07d}"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Return a run's checkpoints, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step-*") if (path / _STATE).exists())
+    return sorted(path for path in (run / CHECKPOINTS).glob("step-*") if (path / _STATE).exists())
 
 
 def save_checkpoint(

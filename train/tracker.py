@@ -10,7 +10,7 @@ from secrets import token_hex
 from types import ModuleType
 from typing import Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, message_line
 from .run_folder import read_json, write_json
 
 
@@ -71,8 +71,7 @@ class RunOf:
                 )
         except Exception as error:  # whatever the package raises: no key, no server, a full disk
             raise ConfigError(
-                f"tracker = {name}: it cannot start: {str(error).partition(chr(10))[0]}; see to that, or set "
-                "tracker = none"
+                f"tracker = {name}: it cannot start: {message_line(error)}; see to that, or set tracker = none"
             ) from error
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -323,3 +323,4 @@ def test_a_cache_that_another_writer_begins_meanwhile_is_no_stranger(
 
     monkeypatch.setattr(Path, "exists", begun_after_the_look)
     refuse_strangers(tmp_path)
+    assert exists(tmp_path / "plan.json")  # it was begun in between
