@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .layout import PackLayout, Value
-from .masks import dense_mask, segment_tiles
+from .masks import Tile, dense_mask, segment_tiles
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of T tokens, each [T, K, D]."""
@@ -55,39 +55,44 @@ def plain_attention(queries: Tensor, context: KeyValue, own: KeyValue, scope: Sc
 
 
 def segment_attention(queries: Tensor, context: KeyValue, own: KeyValue, scope: Scope) -> Tensor:
-    """Attention tile by tile: a tile's anchors read one slice of their row's context and each other's blocks.
+    """Attention tile by tile: a tile's anchors read one slice of their row's context and their group's blocks.
 
-    The query heads of one key head become rows of one product, so keys are never repeated. Against one slice of the
-    whole pack per tile and repeated keys, this costs two thirds (1,024 tokens, 64 anchors of 16, 9 heads on 3, float32,
-    one core: 48 against 71 ms forward and backward).
+    The query heads of one key head become rows of one product, so keys are never repeated for them. Against one slice
+    of the whole pack per tile and repeated keys, this costs two thirds (1,024 tokens, 64 anchors of 16, 9 heads on 3,
+    float32, one core: 48 against 71 ms forward and backward).
     """
     layout, block_size = scope.layout, scope.block_size
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads = own[0].shape[1]
-    groups = num_heads // num_kv_heads
+    shared = num_heads // num_kv_heads
     tiles = scope.cached(
         "tiles",
         queries,
-        lambda: segment_tiles(layout, block_size, scope.window, groups, queries.device, queries.dtype),
+        lambda: segment_tiles(layout, block_size, scope.window, shared, queries.device, queries.dtype),
     )
     if not tiles:
         return queries.flatten(1)
     row_lengths = layout.row_offsets.diff().tolist()
     row_keys, row_values = (torch.split(part, row_lengths) for part in context)
     sizes = [(tile.last - tile.first) * block_size for tile in tiles]
-    tile_queries = torch.split(queries.view(num_queries, num_kv_heads, groups, head_dim), sizes)
+    tile_queries = torch.split(queries.view(num_queries, num_kv_heads, shared, head_dim), sizes)
     tile_keys, tile_values = (torch.split(part, sizes) for part in own)
     out = []
     for index, tile in enumerate(tiles):
-        seen = slice(tile.key_first, tile.key_last)
-        keys = torch.cat([row_keys[tile.row][seen], tile_keys[index]]).transpose(0, 1)
-        values = torch.cat([row_values[tile.row][seen], tile_values[index]]).transpose(0, 1)
-        grouped = tile_queries[index].permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-        attended = nn.functional.scaled_dot_product_attention(
-            grouped[None], keys[None], values[None], attn_mask=tile.mask
-        )
-        out.append(attended.view(num_kv_heads, groups, sizes[index], head_dim).permute(2, 0, 1, 3).flatten(1))
+        keys = _tile_keys(row_keys[tile.row], tile_keys[index], tile)
+        values = _tile_keys(row_values[tile.row], tile_values[index], tile)
+        size = sizes[index] // tile.groups
+        shape = (tile.groups, num_kv_heads, shared, size, head_dim)
+        grouped = tile_queries[index].view(tile.groups, size, *shape[1:3], head_dim).permute(0, 2, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(grouped.flatten(2, 3), keys, values, attn_mask=tile.mask)
+        out.append(attended.view(shape).permute(0, 3, 1, 2, 4).reshape(sizes[index], -1))
     return torch.cat(out)
+
+
+def _tile_keys(row: Tensor, own: Tensor, tile: Tile) -> Tensor:
+    """Return [groups, K, keys, D]: what the tile's groups see of a row [n, K, D], then of their own blocks."""
+    seen = row[tile.key_first : tile.key_last].expand(tile.groups, -1, -1, -1)
+    return torch.cat([seen, own.view(tile.groups, -1, *own.shape[1:])], dim=1).transpose(1, 2)
 
 
 @cache

@@ -22,10 +22,14 @@ from .layout import PackLayout
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-TILE_QUERIES = 128
-"""Block tokens of one tile of the CPU path: enough for a fast matrix product, few enough that a tile's masked part
-stays small. Of 32, 64, 128 and 256, 128 was the fastest at 256 anchors of 16 over 2,048 tokens (93% of the time of 64)
-and as fast as 64 at 64 anchors of 8 and of 16 over 1,024 (two cores, float32)."""
+TILE_QUERIES = 96
+"""Block tokens of one group of the CPU path: enough for a fast matrix product, few enough that a group's masked part
+stays small."""
+TILE_GROUPS = 2
+"""Groups of a tile, attended side by side: torch shares the key heads of one call among the cores, and three key heads
+keep two cores busy for three quarters of the time. Two groups of 96 against one of 128, 9 heads on 3, block 16, best
+of 21: 465 against 530 ms at 256 anchors over 2,048 tokens, 264 against 306 at 64 over 1,024 (two cores, float32).
+Groups of 64 or 128, or four of them, are within the noise of that."""
 
 
 def dense_mask(layout: PackLayout, block_size: int, window: int | None) -> Tensor:
@@ -68,28 +72,29 @@ def mask_mod(layout: PackLayout, block_size: int, window: int | None, device: to
 
 @dataclass(frozen=True)
 class Tile:
-    """A run of anchors of one row that attend together.
+    """A run of anchors of one row, cut into `groups` groups of n anchors.
 
-    Anchors first..last-1 see the positions key_first..key_last-1 of `row` and each other's blocks, both under `mask`
-    [groups*n*B, key_last-key_first + n*B] with n = last-first: 0 where seen, -inf elsewhere. None: all is seen.
+    Anchors first..last-1 see the positions key_first..key_last-1 of `row` and the blocks of their group, both under
+    `mask` [groups, 1, heads*n*B, key_last-key_first + n*B]: 0 where seen, -inf elsewhere. None: all is seen.
     """
 
     row: int
     first: int
     last: int
+    groups: int
     key_first: int
     key_last: int
     mask: Tensor | None
 
 
 def segment_tiles(
-    layout: PackLayout, block_size: int, window: int | None, groups: int, device: torch.device, dtype: torch.dtype
+    layout: PackLayout, block_size: int, window: int | None, heads: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tile]:
-    """Cut the anchors of each row into tiles of about TILE_QUERIES block tokens, in order.
+    """Cut the anchors of each row into tiles of about TILE_GROUPS * TILE_QUERIES block tokens, in order.
 
-    A tile's mask is repeated for the `groups` query heads that share a key head.
+    A tile's mask is repeated for the `heads` query heads that share a key head.
     """
-    per_tile = max(1, TILE_QUERIES // block_size)
+    per_tile = TILE_GROUPS * max(1, TILE_QUERIES // block_size)
     rows, anchors = layout.rows.tolist(), layout.anchor_positions.tolist()
     tiles = []
     first = 0
@@ -97,20 +102,23 @@ def segment_tiles(
         last = first + 1
         while last < min(first + per_tile, len(anchors)) and rows[last] == rows[first]:
             last += 1
+        groups = TILE_GROUPS if (last - first) % TILE_GROUPS == 0 else 1
         low, high = 0, anchors[last - 1]
         if window is not None:
             low = min(max(0, anchors[first] - window + 1), anchors[first])
-        mask = _tile_mask(layout.anchor_positions[first:last], low, high, block_size, window)
+        parts = layout.anchor_positions[first:last].view(groups, -1)
+        mask = torch.stack([_group_mask(part, low, high, block_size, window) for part in parts])
         bias = None
         if not bool(mask.all()):
-            bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf")).repeat(groups, 1).to(device)
-        tiles.append(Tile(rows[first], first, last, low, high, bias))
+            bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+            bias = bias.repeat(1, heads, 1)[:, None].to(device)
+        tiles.append(Tile(rows[first], first, last, groups, low, high, bias))
         first = last
     return tiles
 
 
-def _tile_mask(anchors: Tensor, low: int, high: int, block_size: int, window: int | None) -> Tensor:
-    """Return the bool mask [n*B, high-low + n*B] of one tile; anchors [n] and all else are positions in one row."""
+def _group_mask(anchors: Tensor, low: int, high: int, block_size: int, window: int | None) -> Tensor:
+    """Return the bool mask [n*B, high-low + n*B] of one group; anchors [n] and all else are positions in one row."""
     block = torch.repeat_interleave(torch.arange(len(anchors)), block_size)
     query = (anchors[:, None] + torch.arange(block_size)).flatten()
     key = torch.arange(low, high)

@@ -98,12 +98,14 @@ def test_tiles_rebuild_the_dense_mask(seed: int, block_size: int, window: int | 
     for tile in segment_tiles(layout, block_size, window, 3, CPU, torch.float32):
         assert tile.first == next_anchor
         next_anchor = tile.last
-        queries = torch.arange(tile.first * block_size, tile.last * block_size)
         start = int(layout.row_offsets[tile.row])
-        keys = torch.cat([torch.arange(start + tile.key_first, start + tile.key_last), queries + layout.num_tokens])
-        bias = torch.zeros(3 * len(queries), len(keys)) if tile.mask is None else tile.mask
-        first, *others = bias.split(len(queries))
-        assert all(torch.equal(first, other) for other in others)
-        rebuilt[queries[:, None], keys] = first == 0
+        context = torch.arange(start + tile.key_first, start + tile.key_last)
+        queries = torch.arange(tile.first * block_size, tile.last * block_size).view(tile.groups, -1)
+        for group, part in enumerate(queries):
+            keys = torch.cat([context, part + layout.num_tokens])
+            bias = torch.zeros(3 * len(part), len(keys)) if tile.mask is None else tile.mask[group, 0]
+            first, *others = bias.split(len(part))
+            assert all(torch.equal(first, other) for other in others)
+            rebuilt[part[:, None], keys] = first == 0
     assert next_anchor == layout.num_anchors
     assert torch.equal(rebuilt, dense)

@@ -117,7 +117,7 @@ def test_a_mask_that_shows_the_anchors_own_state_is_found(
 
     def leaky(layout: Any, block_size: int, *rest: Any) -> list[Tile]:
         tiles = segment_tiles(layout, block_size, *rest)
-        return [Tile(t.row, t.first, t.last, t.key_first + 1, t.key_last + 1, t.mask) for t in tiles]
+        return [replace(t, key_first=t.key_first + 1, key_last=t.key_last + 1) for t in tiles]
 
     monkeypatch.setattr("dflash_pipeline.drafter.attention.segment_tiles", leaky)
     found = checks_of(drafter, head, rows[0])

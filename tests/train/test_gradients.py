@@ -90,9 +90,10 @@ def gradients(
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of blocks, and of logits, in every case but the smallest."""
+    """Several chunks of blocks, and several tiles of logits both ways, in every case but the smallest."""
     monkeypatch.setitem(forward.CHUNK_BLOCK_TOKENS, "cpu", 3 * BLOCK)
-    monkeypatch.setattr(loss, "CHUNK_BYTES", VOCAB * 4 * 2)
+    monkeypatch.setitem(loss.TILE_BYTES, "cpu", VOCAB * 4 * 2)
+    monkeypatch.setattr(loss, "MIN_TILE_COLUMNS", VOCAB // 3)
 
 
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["f32", "bf16"])

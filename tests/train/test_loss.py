@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_pipeline.train import loss as loss_module
 from dflash_pipeline.train.loss import weighted_loss
 
 
@@ -20,8 +21,11 @@ def dense(hidden, head, labels, weights, teacher, kl_weight, temperature):
 
 
 @pytest.mark.parametrize(("kl_weight", "temperature"), [(0.0, 1.0), (0.7, 2.0), (1.0, 1.5)])
-@pytest.mark.parametrize("chunk_bytes", [1, 4 * 101 * 7, 1 << 20])
-def test_value_and_gradient_equal_the_dense_reference(kl_weight: float, temperature: float, chunk_bytes: int) -> None:
+@pytest.mark.parametrize("tile_bytes", [1, 4 * 101 * 7, 1 << 20])
+def test_value_and_gradient_equal_the_dense_reference(
+    kl_weight: float, temperature: float, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "MIN_TILE_COLUMNS", 20)
     torch.manual_seed(1)
     hidden, head = torch.randn(23, 16, dtype=torch.float64), torch.randn(101, 16, dtype=torch.float64)
     teacher, labels, weights = torch.randn(23, 16, dtype=torch.float64), torch.randint(101, (23,)), torch.rand(23)
@@ -38,7 +42,7 @@ def test_value_and_gradient_equal_the_dense_reference(kl_weight: float, temperat
             teacher_NH=teacher.to(dtype) if kl_weight else None,
             kl_weight=kl_weight,
             kl_temperature=temperature,
-            chunk_bytes=chunk_bytes,
+            tile_bytes=tile_bytes,
         )
         (loss * 3).backward()
         assert abs(loss.item() - expected.item()) / abs(expected.item()) < bound
