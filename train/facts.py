@@ -13,9 +13,10 @@ from ..drafter.device import choose_device
 from ..errors import CacheCorrupt, ConfigError, DflashError
 from ..store import CacheReader, open_cache
 from ..store.splits import split_rows
-from .config import CacheFacts, Recipe, ResolvedConfig, resolve
+from .config import CacheFacts, ResolvedConfig, resolve
 from .mask_token import read_tokenizer_facts
 from .precision import choose_precision
+from .recipe import Recipe
 from .run_folder import RunFolder
 from .sampling import RowTable
 

@@ -23,13 +23,14 @@ from ..drafter.checkpoint import save_drafter
 from ..errors import CacheMismatch, DflashError
 from ..store import CacheReader, open_cache
 from .checkpoint import save_checkpoint
-from .config import Recipe, ResolvedConfig
+from .config import ResolvedConfig
 from .data import open_steps
 from .facts import resolve_for, training_rows, whole_block_share
 from .heldout import HeldOut
 from .optimizer import whole_moments
 from .parallel import Ranks, check_packs, join_ranks
 from .progress import Clock, describe_run
+from .recipe import Recipe
 from .run_folder import DRAFTER, RunFolder
 from .tracker import Tracker, numbers, open_tracker
 from .trainer import Trainer

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from dflash_pipeline.errors import ConfigError
-from dflash_pipeline.train.config import CacheFacts, Recipe, default_lr, resolve
+from dflash_pipeline.train.config import CacheFacts, default_lr, resolve
 from dflash_pipeline.train.facts import whole_block_share
 from dflash_pipeline.train.mask_token import TokenizerFacts
 from dflash_pipeline.train.parallel import Ranks
 from dflash_pipeline.train.progress import describe_run
+from dflash_pipeline.train.recipe import Recipe
 from dflash_pipeline.train.recipes import load_recipe, recipe_names
 from dflash_pipeline.train.sampling import RowTable
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..config import Recipe
+from ..recipe import Recipe
 
 _FOLDER = Path(__file__).parent
 _KEYS = tuple(field.name for field in fields(Recipe))
