@@ -13,6 +13,7 @@ from ..errors import DflashError
 from ..store.append import check_same_settings, extend_plan, is_appended, refuse_difference
 from ..store.begin import check_writable, refuse_strangers
 from ..store.bucket import Bucket, is_url
+from ..store.connect import check_url
 from ..store.layout import CLAIMS, MANIFEST, PLAN
 from ..store.manifest import check_manifest, read_manifest
 from ..store.plan import CorpusFile, Identity, Plan, assign_rows, hash_prompt, read_plan
@@ -147,7 +148,9 @@ def check_place(config: ExtractConfig) -> None:
         DflashError: the folder may not be written.
     """
     if config.dry_run:
-        if not is_url(config.out):
+        if is_url(config.out):
+            check_url(str(config.out))
+        else:
             refuse_strangers(config.folder)
         return
     if not is_url(config.out):

@@ -7,6 +7,7 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ... An object appears whole or
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ REQUESTS = 8
 PATIENCE_SECONDS = 120.0
 """How long a request is tried again once the bucket has answered one: a server may start again."""
 PAUSE_SECONDS = 1.0
+AGAIN = "; run the same command again when it can be reached"
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -43,18 +47,27 @@ class _Silence(BucketError):
 
 
 def _patiently(ask: Callable[Concatenate[Bucket, P], T]) -> Callable[Concatenate[Bucket, P], T]:
-    """Let a method of a bucket that has answered before ask again while it does not. Here Ctrl-C is heard."""
+    """Let a method of a bucket that has answered before ask again while it does not. Here Ctrl-C is heard.
+
+    The first of the requests that find it silent logs a warning: the log's default is a line to stderr.
+    """
 
     @wraps(ask)
     def asking(bucket: Bucket, /, *args: P.args, **kwargs: P.kwargs) -> T:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return ask(bucket, *args, **kwargs)
-            except _Silence:
+                answer = ask(bucket, *args, **kwargs)
+            except _Silence as silence:
                 if not bucket.is_waited_for or time.monotonic() >= deadline:
                     raise
+                if not bucket.is_silent:
+                    bucket.is_silent = True
+                    log.warning("%s; tried again for up to %g s", str(silence).removesuffix(AGAIN), PATIENCE_SECONDS)
                 time.sleep(PAUSE_SECONDS)
+            else:
+                bucket.is_silent = False
+                return answer
 
     return asking
 
@@ -63,7 +76,9 @@ class Bucket:
     """The objects under one URL, by their path below it.
 
     Attributes:
-        url: where they are. is_waited_for: whether it has answered, so that a silence may pass.
+        url: where they are.
+        is_waited_for: whether it has answered, so that a silence may pass.
+        is_silent: whether it is being waited for.
 
     Args:
         url: where they are.
@@ -78,7 +93,7 @@ class Bucket:
         self.url = url.rstrip("/")
         check_url(self.url)
         self._store = connect(self.url, create=create)
-        self.is_waited_for = False
+        self.is_waited_for = self.is_silent = False
         self._given_up = False
         import obstore  # noqa: PLC0415 - an extra, there now
 
@@ -254,8 +269,7 @@ class Bucket:
         if known:
             return BucketError(f"{self.url}: {known}")
         kind = _Silence if isinstance(error, self._obstore.exceptions.GenericError) else BucketError
-        again = "run the same command again when it can be reached"
-        return kind(f"{self.url}/{name}: cannot be {done}: {message_line(error)}; {again}")
+        return kind(f"{self.url}/{name}: cannot be {done}: {message_line(error)}{AGAIN}")
 
 
 def _token(meta: Any) -> Token:

@@ -7,6 +7,7 @@ there is none; whoever has claimed the finish sums up the statistics and puts ta
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections import defaultdict
@@ -30,6 +31,8 @@ from .rows import Row
 from .shard import order_rows
 from .work_folder import WorkFolder
 from .writer import CacheWriter
+
+log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1800.0  # where shards are divided by rank: without a new one for so long, a rank is taken for dead
 
@@ -136,6 +139,7 @@ class BucketWriter(CacheWriter):
             TargetError: every row was dropped.
             DflashError: the disk is full, or the bucket cannot be reached.
         """
+        said = False
         with explained(self.path, "--work"), self._named():
             while self._manifest is None:
                 mine = self._claims.take(FINISH)
@@ -145,6 +149,9 @@ class BucketWriter(CacheWriter):
                 elif mine:
                     self._put_finish()
                 else:
+                    if not said:
+                        log.warning("%s: another worker writes the end of the cache; %s", self.place, self._until)
+                        said = True
                     self._wait()
                 self._claims.release(FINISH)
         return self._manifest

@@ -206,6 +206,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_corpus_is_read(
     bucket = f"file://{tmp_path}/bucket"
     for changes, message in (
         ({"out": "ftp://host/c"}, "^ftp://host/c: expected a folder, or a URL"),
+        ({"out": "ftp://host/c", "dry_run": True}, "^ftp://host/c: expected a folder, or a URL"),
         ({"out": "s3://missing/c"}, "^s3://missing/c: there is no such bucket"),
         ({"out": bucket, "work": tmp_path / "file"}, "file: is a file; use another --work"),
         (

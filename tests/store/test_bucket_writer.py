@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,7 @@ from dflash_pipeline.store import bucket_writer as bucket_writer_module
 from dflash_pipeline.store import open_cache, verify
 from dflash_pipeline.store.bucket import Bucket, Token
 from dflash_pipeline.store.bucket_writer import BucketWriter
-from dflash_pipeline.store.leases import Ranks
+from dflash_pipeline.store.leases import FINISH, Ranks
 from dflash_pipeline.store.publish import publish_cache
 
 pytest.importorskip("obstore", reason="the extra `buckets` is not installed")
@@ -256,6 +258,24 @@ def test_two_writers_share_the_shards_and_whoever_is_last_finishes(
     with one, two:
         assert two.finish() == one.finish()
     assert objects(url) == synthetic.content(pristine)
+
+
+def test_a_writer_says_that_it_waits_for_anothers_end(
+    join: Join, write: Write, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = join(url, lease_seconds=5), join(url, lease_seconds=5)
+    for shard in one.claim_shards():
+        write(one, shard)
+    assert list(two.claim_shards()) == []
+    assert one._claims.take(FINISH)
+    with one, two, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(two.finish)
+        while not caplog.messages and not waiting.done():
+            time.sleep(0.01)
+        assert one.finish() == waiting.result(timeout=60)
+    assert caplog.messages == [
+        f"{url}: another worker writes the end of the cache; taken over after 5 s without a sign of life"
+    ]
 
 
 def test_a_writer_that_stood_still_leaves_its_shard_to_the_one_who_took_it(
