@@ -82,10 +82,9 @@ def segment_attention(queries: Tensor, context: KeyValue, own: KeyValue, scope: 
         keys = _tile_keys(row_keys[tile.row], tile_keys[index], tile)
         values = _tile_keys(row_values[tile.row], tile_values[index], tile)
         size = sizes[index] // tile.groups
-        shape = (tile.groups, num_kv_heads, shared, size, head_dim)
-        grouped = tile_queries[index].view(tile.groups, size, *shape[1:3], head_dim).permute(0, 2, 3, 1, 4)
+        grouped = tile_queries[index].view(tile.groups, size, num_kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(grouped.flatten(2, 3), keys, values, attn_mask=tile.mask)
-        out.append(attended.view(shape).permute(0, 3, 1, 2, 4).reshape(sizes[index], -1))
+        out.append(attended.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(sizes[index], -1))
     return torch.cat(out)
 
 

@@ -147,18 +147,15 @@ def check_place(config: ExtractConfig) -> None:
         CacheMismatch: the folder is a file, or holds other things than a cache.
         DflashError: the folder may not be written.
     """
-    if config.dry_run:
-        if is_url(config.out):
-            check_url(str(config.out))
-        else:
-            refuse_strangers(config.folder)
-        return
     if not is_url(config.out):
-        check_writable(config.folder)
+        if not config.dry_run:
+            check_writable(config.folder)
         refuse_strangers(config.folder)
-        return
-    check_writable(config.folder, "--work")
-    Bucket(str(config.out), create=True).sizes(CLAIMS)  # a look at one object does not tell a missing bucket
+    elif config.dry_run:
+        check_url(str(config.out))
+    else:
+        check_writable(config.folder, "--work")
+        Bucket(str(config.out), create=True).sizes(CLAIMS)  # a look at one object does not tell a missing bucket
 
 
 def refuse_early(

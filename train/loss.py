@@ -80,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_NH = torch.zeros_like(hidden_NH)
         hits_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)
         total = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        buffer = head_VH.new_empty(min(num_slots, len(hidden_NH)) * num_columns)
+        buffer = head_VH.new_empty(num_slots * num_columns)
         for slots in _parts(len(hidden_NH), num_slots):
             hidden, labels, weights = hidden_NH[slots].to(head_VH.dtype), labels_N[slots, None], weights_N[slots, None]
             lse = torch.full((len(hidden), 1), -math.inf, dtype=wide, device=hidden.device)
@@ -128,18 +128,15 @@ class _HeadLoss(torch.autograd.Function):
 def _tile_shape(num_slots: int, head_VH: Tensor, tile_bytes: int | None, *, whole_rows: bool) -> tuple[int, int]:
     """Return the slots and the columns of the vocabulary whose logits exist at once."""
     vocab = len(head_VH)
-    if whole_rows:
-        return max(1, (tile_bytes or WHOLE_ROWS_BYTES) // (4 * vocab)), vocab
-    numbers = max(1, (tile_bytes or TILE_BYTES[head_VH.device.type]) // 4)
-    slots = max(1, min(num_slots, numbers // min(MIN_TILE_COLUMNS, vocab)))
-    return slots, min(vocab, numbers // slots)
+    numbers = (tile_bytes or (WHOLE_ROWS_BYTES if whole_rows else TILE_BYTES[head_VH.device.type])) // 4
+    slots = max(1, min(num_slots, numbers // (vocab if whole_rows else min(MIN_TILE_COLUMNS, vocab))))
+    return slots, vocab if whole_rows else max(1, min(vocab, numbers // slots))
 
 
 def _parts(length: int, size: int) -> Iterator[slice]:
     """Cut 0..length into parts of at most `size`, as equal as multiples of 16 allow."""
-    count = math.ceil(length / size)
-    if count:
-        size = min(size, -(-math.ceil(length / count) // 16) * 16)
+    count = max(1, math.ceil(length / size))
+    size = max(1, min(size, math.ceil(length / count / 16) * 16))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 

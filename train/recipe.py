@@ -1,4 +1,7 @@
-"""What a recipe may set: every key that a recipe file or `--set` may give, its type and its range."""
+"""What a recipe may set: every key that a recipe file or `--set` may give, its type and its range.
+
+`None` means "from the cache", which config.py resolves.
+"""
 
 from __future__ import annotations
 
